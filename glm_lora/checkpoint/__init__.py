@@ -1,0 +1,1 @@
+"""Reading checkpoints, converting them, and saving training state."""

@@ -1,0 +1,1 @@
+"""Ray and torchrun drivers around the same loop."""

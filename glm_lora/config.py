@@ -1,0 +1,291 @@
+"""Strict, frozen configurations; the resolved copy is saved with each run as ``config.toml``.
+
+One class per concern, a doc line under each field. An unknown key is an error with the nearest
+name. Nothing here imports torch. Defaults are the recipe's; ``TINY_DEFAULTS`` holds what the
+embedded tiny model changes.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from glm_lora.errors import ConfigError, did_you_mean
+
+RECIPE_TARGETS = "attn,mlp"
+RECIPE_EXCLUDES = "*.mlp.experts.*,*.self_attn.kv_b_proj"
+
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class SelectionConfig(_Strict):
+    """What is adapted, and with which rank."""
+
+    target_modules: str = RECIPE_TARGETS
+    """Groups, leaf names or globs, separated by commas."""
+    exclude_modules: str = RECIPE_EXCLUDES
+    """Groups, leaf names or globs to take out again."""
+    layers: str = ""
+    """Layer ranges such as 0-11,44; empty means all."""
+    lora_rank: int = Field(16, ge=1)
+    """Rank of A and B."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """The adapter's output is scaled by alpha / rank."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapters' inputs while training."""
+    ranks: dict[str, int] = Field(default_factory=dict)
+    """Rank per group or glob (recipe files only); alpha/rank stays constant."""
+
+
+class ParallelConfig(_Strict):
+    """How the trainer's ranks share the model; data parallelism takes what is left."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that share each projection."""
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that share the layers."""
+    expert_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that share the routed experts."""
+    sequence_parallel: bool = True
+    """Cut activations along the sequence between tensor-parallel regions (only when TP > 1)."""
+    pipeline_layers: tuple[int, ...] = ()
+    """Layers per pipeline stage; empty splits them evenly with the remainder on the last stages."""
+    recompute: Literal["full", "mlp", "attention", "none"] = "full"
+    """Which part of each layer is run again in the backward pass instead of kept."""
+    max_tokens_per_gpu: int = Field(8192, ge=1)
+    """Token budget of one micro-batch."""
+    drift_check_interval: int = Field(10, ge=0)
+    """Compare replicated factors over their ranks every N steps; 0 never."""
+
+
+class OptimizerConfig(_Strict):
+    """AdamW on the adapters' fp32 masters."""
+
+    lr: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the rate after the warm-up."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Steps over which the rate rises linearly from zero."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.98, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+class AlgorithmConfig(_Strict):
+    """Advantages and loss."""
+
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "dr_grpo"] = "grpo"
+    """How rewards of a group become advantages."""
+    loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
+    """How token losses are averaged; constant divides by the length limit (Dr. GRPO)."""
+    clip_low: float = Field(0.2, ge=0)
+    """Lower clip distance of the probability ratio."""
+    clip_high: float = Field(0.28, ge=0)
+    """Upper clip distance of the probability ratio."""
+    dual_clip: float = Field(0.0, ge=0)
+    """Bound on the loss of negative advantages (above 1); 0 turns it off."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL term to the base (the same model with adapters off)."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    updates_per_rollout: int = Field(1, ge=1)
+    """Optimizer steps on each batch of samples."""
+    importance_cap: float = Field(0.0, ge=0)
+    """Cap of the trainer/engine importance weight; 0 turns the correction off."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Whether responses cut at the length limit count in the loss."""
+    dynamic_sampling_limit: int = Field(0, ge=0)
+    """Extra rounds to replace groups with equal rewards; 0 keeps them."""
+
+
+class RolloutConfig(_Strict):
+    """Prompts, sampling and reward."""
+
+    rollout_engine: Literal["embedded", "sglang"] = "sglang"
+    """embedded: transformers + PEFT; sglang: a server."""
+    num_rollout: int = Field(20, ge=1)
+    """Number of rollouts, each followed by training."""
+    rollout_batch_size: int = Field(16, ge=1)
+    """Prompts per rollout."""
+    n_samples_per_prompt: int = Field(8, ge=1)
+    """Samples per prompt: the group of GRPO."""
+    rollout_max_response_len: int = Field(4096, ge=1)
+    """Token limit of a response."""
+    rollout_temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer's log-probabilities use the same."""
+    rollout_shuffle: bool = True
+    """Shuffle the prompts anew in every epoch."""
+    prompt_data: tuple[str, ...] = ()
+    """JSONL or parquet files; FILE@WEIGHT mixes several."""
+    input_key: str = "prompt"
+    """Field that holds the prompt."""
+    label_key: str = "label"
+    """Field that holds the expected answer."""
+    metadata_key: str = "metadata"
+    """Optional field passed on to the reward."""
+    skip_bad_rows: bool = False
+    """Leave rows out that cannot be used, and say how many, instead of stopping."""
+    reward: str = "dapo"
+    """exact, math, dapo, FILE.py or an http(s) URL."""
+    reward_timeout: float = Field(10.0, gt=0)
+    """Seconds one scoring call may take."""
+    enable_r3: bool = False
+    """Replay the engine's expert choices in the trainer."""
+    async_level: int = Field(0, ge=0, le=1)
+    """1 samples the next batch while the present one trains."""
+    logprob_diff_limit: float | None = Field(None, gt=0)
+    """Stop when trainer and engine differ by more; default 0.05 in bf16, 1e-3 in fp32."""
+    eval_prompt_data: tuple[str, ...] = ()
+    """Prompt files to evaluate on during training."""
+    eval_interval: int = Field(0, ge=0)
+    """Evaluate every N rollouts; 0 never."""
+
+
+class TrainConfig(_Strict):
+    """Everything ``train`` needs; saved as the run's ``config.toml``."""
+
+    model_name: str = "GLM-5.3-Flash-4layer"
+    """A built-in model, or the name of a prepared one."""
+    hf_checkpoint: Path
+    """Folder with config.json and tokenizer (and weights for the embedded engine)."""
+    ref_load: Path
+    """The torch_dist base."""
+    run_dir: Path
+    """Run folder."""
+    seed: int = Field(0, ge=0)
+    """Seeds adapters, data order and sampling."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute dtype of base and activations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer computes; auto takes CUDA where it is."""
+    launcher: Literal["ray", "torchrun", "inline"] = "ray"
+    """Who starts the processes."""
+    ray_address: str = ""
+    """A running Ray cluster to join; empty starts a local one."""
+    num_nodes: int = Field(1, ge=1)
+    """Machines."""
+    num_gpus_per_node: int = Field(1, ge=1)
+    """Trainer ranks per machine."""
+    save_interval: int = Field(10, ge=0)
+    """Checkpoint every N rollouts; 0 only at the end."""
+    keep_last: int = Field(2, ge=1)
+    """Checkpoints kept."""
+    init: Literal["base", "random"] = "base"
+    """random: no base on disk, weights from the seed."""
+    tensorboard: bool = True
+    """Write TensorBoard event files to the run's logs folder."""
+    wandb: bool = False
+    """Send metrics to Weights & Biases."""
+    selection: SelectionConfig = SelectionConfig()
+    """What is adapted."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How ranks share the work."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantages and loss."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Prompts, sampling and reward."""
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks over all machines."""
+        return self.num_nodes * self.num_gpus_per_node
+
+
+TINY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "": {"dtype": "float32", "device": "cpu"},
+    "selection": {"lora_rank": 8, "lora_alpha": 16.0},
+    "optimizer": {"lr": 3e-3},
+    "parallel": {"recompute": "none"},
+    "rollout": {
+        "num_rollout": 60,
+        "rollout_max_response_len": 2,
+        "reward": "exact",
+        "rollout_engine": "embedded",
+    },
+}
+
+
+def build(cls: type[T], values: Mapping[str, Any], source: str = "the options") -> T:
+    """Validate ``values`` as ``cls``.
+
+    Raises:
+        ConfigError: An unknown key (with the nearest name) or a value out of range.
+    """
+    try:
+        return cls.model_validate(dict(values))
+    except ValidationError as error:
+        raise _as_config_error(cls, error, source) from None
+
+
+def _as_config_error(cls: type[BaseModel], error: ValidationError, source: str) -> ConfigError:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        owner = cls
+        for part in first["loc"][:-1]:
+            owner = owner.model_fields[str(part)].annotation  # pyright: ignore
+        names: list[str] = list(getattr(owner, "model_fields", {}))
+        return ConfigError(
+            f"unknown key {where!r} in {source}",
+            "one of " + ", ".join(names),
+            did_you_mean(str(first["loc"][-1]), names),
+        )
+    if first["type"] == "missing":
+        return ConfigError(f"{where} is missing in {source}")
+    return ConfigError(
+        f"{where} is {first['input']!r} in {source}",
+        first["msg"].removeprefix("Input should be ").removeprefix("Value error, "),
+    )
+
+
+def to_toml(config: BaseModel) -> str:
+    """The TOML text that ``from_toml`` reads back to an equal configuration."""
+    return _table(config.model_dump(mode="json", exclude_none=True), ())
+
+
+def _table(values: Mapping[str, Any], path: tuple[str, ...]) -> str:
+    lines = [f"[{'.'.join(path)}]"] if path else []
+    # JSON's strings, numbers, booleans and flat arrays are TOML values as they are.
+    lines += [f"{_key(k)} = {json.dumps(v)}" for k, v in values.items() if not isinstance(v, dict)]
+    text = "\n".join(lines) + "\n"
+    for key, value in values.items():
+        if isinstance(value, dict):
+            text += "\n" + _table(value, (*path, _key(key)))  # pyright: ignore[reportUnknownArgumentType]
+    return text
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").isalnum() and name.isascii() else json.dumps(name)
+
+
+def from_toml(cls: type[T], path: Path) -> T:
+    """Read a configuration file; ConfigError names the file, the key and what is wrong."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist", "a TOML file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", "a TOML file") from error
+    return build(cls, values, str(path))

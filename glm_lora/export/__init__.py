@@ -1,0 +1,1 @@
+"""Writing adapters for PEFT and SGLang, and reading them back."""

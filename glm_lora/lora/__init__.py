@@ -1,0 +1,1 @@
+"""Native LoRA on the selected projections."""

@@ -1,0 +1,1 @@
+"""Data, rewards, advantages and losses."""

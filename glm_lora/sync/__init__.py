@@ -1,0 +1,1 @@
+"""Sending the adapter to the engines, and checking that it arrived."""

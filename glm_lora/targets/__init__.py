@@ -1,0 +1,1 @@
+"""Target selection (no torch): from patterns to one frozen ``Selection``."""

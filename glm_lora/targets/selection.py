@@ -1,0 +1,179 @@
+"""The one object that says what is trained: a frozen, hashable, serialisable ``Selection``.
+
+The trainable set, the sync payload, ``adapter_config.json`` and the checkpoint are computed from
+it and checked against it. Its JSON form carries a schema version and two hashes: one of the facts
+it was made from (so that a selection of another model is refused) and one of its own content (so
+that a file edited by hand is refused).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from glm_lora.arch.projections import Site, trainable_sites
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.errors import TargetError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class SiteAdapter:
+    """A selected site with the rank and alpha of its adapter."""
+
+    site: Site
+    rank: int
+    alpha: float
+
+    @property
+    def scaling(self) -> float:
+        """The factor on ``B A x``: alpha / rank (Hu et al. 2021, section 4.1)."""
+        return self.alpha / self.rank
+
+    @property
+    def a_key(self) -> str:
+        """Serving key of A, ``(rank, in_features)``."""
+        return f"{self.site.disk_name}.lora_A.weight"
+
+    @property
+    def b_key(self) -> str:
+        """Serving key of B, ``(out_features, rank)``."""
+        return f"{self.site.disk_name}.lora_B.weight"
+
+
+def facts_hash(spec: ModelSpec) -> str:
+    """Hash of everything the facts table says about the trainable sites of ``spec``."""
+    rows = [
+        (s.name, s.disk_name, s.sglang_name, s.shape, s.kind, s.group)
+        for s in trainable_sites(spec)
+    ]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The sites that are trained, in model order, with their ranks.
+
+    Args:
+        model: Name of the model it was resolved for.
+        facts: ``facts_hash`` of that model's spec.
+        adapters: The selected sites; never empty.
+        dropout: Probability of zeroing an adapter's input while training.
+    """
+
+    model: str
+    facts: str
+    adapters: tuple[SiteAdapter, ...]
+    dropout: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """The largest rank; engines pad every site to it."""
+        return max(a.rank for a in self.adapters)
+
+    @property
+    def alpha(self) -> float:
+        """The alpha that belongs to ``rank``; alpha/rank is the same on every site."""
+        return self.rank * self.adapters[0].scaling
+
+    @property
+    def num_sites(self) -> int:
+        """Number of adapted projections."""
+        return len(self.adapters)
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Number of trainable parameters over all sites."""
+        return sum(a.site.parameters(a.rank) for a in self.adapters)
+
+    @property
+    def hash(self) -> str:
+        """Content hash: equal exactly when two selections train the same thing."""
+        return hashlib.sha256(json.dumps(self._content()).encode()).hexdigest()
+
+    def tensor_shapes(self) -> dict[str, tuple[int, int]]:
+        """Full shape of every adapter tensor by serving key, in order."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for a in self.adapters:
+            shapes[a.a_key] = (a.rank, a.site.in_features)
+            shapes[a.b_key] = (a.site.out_features, a.rank)
+        return shapes
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "facts": self.facts,
+            "dropout": self.dropout,
+            "sites": [[a.site.disk_name, a.rank, a.alpha] for a in self.adapters],
+        }
+
+    def to_json(self) -> str:
+        """The JSON text that ``from_json`` reads back to an equal object."""
+        return json.dumps({**self._content(), "hash": self.hash}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, spec: ModelSpec) -> Selection:
+        """Read a selection that was made for ``spec``.
+
+        Raises:
+            TargetError: Not JSON, another schema, another model's facts, or edited by hand.
+        """
+        try:
+            data = json.loads(text)
+            stored, content = data["hash"], {k: v for k, v in data.items() if k != "hash"}
+            schema, facts, rows = content["schema"], content["facts"], content["sites"]
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise TargetError(
+                f"the selection is not readable: {error!r}", "a selection.json"
+            ) from error
+        if schema != SCHEMA:
+            raise TargetError(f"the selection has schema version {schema!r}", str(SCHEMA))
+        if hashlib.sha256(json.dumps(content).encode()).hexdigest() != stored:
+            raise TargetError(
+                "the selection was changed after it was written (its hash differs)",
+                "an unedited selection.json",
+                "Resolve it again with glm-lora targets",
+            )
+        if facts != facts_hash(spec):
+            raise TargetError(
+                f"the selection was made for another model ({content['model']})",
+                "a selection for this model",
+                "Resolve it again with glm-lora targets",
+            )
+        by_name = {s.disk_name: s for s in trainable_sites(spec)}
+        adapters = tuple(SiteAdapter(by_name[name], rank, alpha) for name, rank, alpha in rows)
+        return cls(content["model"], facts, adapters, content["dropout"])
+
+
+def make_selection(
+    model: str,
+    spec: ModelSpec,
+    sites: Iterable[Site],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    ranks: Mapping[str, int] | None = None,
+) -> Selection:
+    """Build a selection from sites; ``ranks`` overrides the rank per disk name at constant alpha/rank."""
+    if rank < 1 or isinstance(rank, bool):
+        raise TargetError(f"rank {rank} of the adapter", "a positive whole number")
+    if not alpha > 0:
+        raise TargetError(f"alpha {alpha} of the adapter", "a positive number")
+    if not 0 <= dropout < 1:
+        raise TargetError(f"dropout {dropout}", "a number from 0 up to but not including 1")
+    order = {s.disk_name: i for i, s in enumerate(trainable_sites(spec))}
+    chosen = sorted(set(sites), key=lambda s: order[s.disk_name])
+    if not chosen:
+        raise TargetError("the selection is empty", "at least one trainable projection")
+    scaling = alpha / rank
+    adapters = []
+    for site in chosen:
+        own = (ranks or {}).get(site.disk_name, rank)
+        adapters.append(SiteAdapter(site, own, alpha if own == rank else scaling * own))
+    return Selection(model, facts_hash(spec), tuple(adapters), float(dropout))
