@@ -26,7 +26,11 @@ T = TypeVar("T", bound=BaseModel)
 
 class _Strict(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        strict=False,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
 
@@ -39,11 +43,11 @@ class SelectionConfig(_Strict):
     """Groups, leaf names or globs to take out again."""
     layers: str = ""
     """Layer ranges such as 0-11,44; empty means all."""
-    lora_rank: int = Field(16, ge=1)
+    lora_rank: int = Field(default=16, ge=1)
     """Rank of A and B."""
-    lora_alpha: float = Field(32.0, gt=0)
+    lora_alpha: float = Field(default=32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapters' inputs while training."""
     ranks: dict[str, int] = Field(default_factory=dict)
     """Rank per group or glob (recipe files only); alpha/rank stays constant."""
@@ -52,11 +56,11 @@ class SelectionConfig(_Strict):
 class ParallelConfig(_Strict):
     """How the trainer's ranks share the model; data parallelism takes what is left."""
 
-    tensor_model_parallel_size: int = Field(1, ge=1)
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share each projection."""
-    pipeline_model_parallel_size: int = Field(1, ge=1)
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share the layers."""
-    expert_model_parallel_size: int = Field(1, ge=1)
+    expert_model_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share the routed experts."""
     sequence_parallel: bool = True
     """Cut activations along the sequence between tensor-parallel regions (only when TP > 1)."""
@@ -64,30 +68,30 @@ class ParallelConfig(_Strict):
     """Layers per pipeline stage; empty splits them evenly with the remainder on the last stages."""
     recompute: Literal["full", "mlp", "attention", "none"] = "full"
     """Which part of each layer is run again in the backward pass instead of kept."""
-    max_tokens_per_gpu: int = Field(8192, ge=1)
+    max_tokens_per_gpu: int = Field(default=8192, ge=1)
     """Token budget of one micro-batch."""
-    drift_check_interval: int = Field(10, ge=0)
+    drift_check_interval: int = Field(default=10, ge=0)
     """Compare replicated factors over their ranks every N steps; 0 never."""
 
 
 class OptimizerConfig(_Strict):
     """AdamW on the adapters' fp32 masters."""
 
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the rate after the warm-up."""
-    lr_warmup_steps: int = Field(0, ge=0)
+    lr_warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the rate rises linearly from zero."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
-    beta2: float = Field(0.98, ge=0, lt=1)
+    beta2: float = Field(default=0.98, ge=0, lt=1)
     """Decay of the second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    clip_grad: float = Field(1.0, ge=0)
+    clip_grad: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 turns clipping off."""
 
 
@@ -98,23 +102,23 @@ class AlgorithmConfig(_Strict):
     """How rewards of a group become advantages."""
     loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
     """How token losses are averaged; constant divides by the length limit (Dr. GRPO)."""
-    clip_low: float = Field(0.2, ge=0)
+    clip_low: float = Field(default=0.2, ge=0)
     """Lower clip distance of the probability ratio."""
-    clip_high: float = Field(0.28, ge=0)
+    clip_high: float = Field(default=0.28, ge=0)
     """Upper clip distance of the probability ratio."""
-    dual_clip: float = Field(0.0, ge=0)
+    dual_clip: float = Field(default=0.0, ge=0)
     """Bound on the loss of negative advantages (above 1); 0 turns it off."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL term to the base (the same model with adapters off)."""
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
-    updates_per_rollout: int = Field(1, ge=1)
+    updates_per_rollout: int = Field(default=1, ge=1)
     """Optimizer steps on each batch of samples."""
-    importance_cap: float = Field(0.0, ge=0)
+    importance_cap: float = Field(default=0.0, ge=0)
     """Cap of the trainer/engine importance weight; 0 turns the correction off."""
     truncated: Literal["keep", "mask"] = "keep"
     """Whether responses cut at the length limit count in the loss."""
-    dynamic_sampling_limit: int = Field(0, ge=0)
+    dynamic_sampling_limit: int = Field(default=0, ge=0)
     """Extra rounds to replace groups with equal rewards; 0 keeps them."""
 
 
@@ -123,15 +127,15 @@ class RolloutConfig(_Strict):
 
     rollout_engine: Literal["embedded", "sglang"] = "sglang"
     """embedded: transformers + PEFT; sglang: a server."""
-    num_rollout: int = Field(20, ge=1)
+    num_rollout: int = Field(default=20, ge=1)
     """Number of rollouts, each followed by training."""
-    rollout_batch_size: int = Field(16, ge=1)
+    rollout_batch_size: int = Field(default=16, ge=1)
     """Prompts per rollout."""
-    n_samples_per_prompt: int = Field(8, ge=1)
+    n_samples_per_prompt: int = Field(default=8, ge=1)
     """Samples per prompt: the group of GRPO."""
-    rollout_max_response_len: int = Field(4096, ge=1)
+    rollout_max_response_len: int = Field(default=4096, ge=1)
     """Token limit of a response."""
-    rollout_temperature: float = Field(1.0, gt=0)
+    rollout_temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer's log-probabilities use the same."""
     rollout_shuffle: bool = True
     """Shuffle the prompts anew in every epoch."""
@@ -147,17 +151,17 @@ class RolloutConfig(_Strict):
     """Leave rows out that cannot be used, and say how many, instead of stopping."""
     reward: str = "dapo"
     """exact, math, dapo, FILE.py or an http(s) URL."""
-    reward_timeout: float = Field(10.0, gt=0)
+    reward_timeout: float = Field(default=10.0, gt=0)
     """Seconds one scoring call may take."""
     enable_r3: bool = False
     """Replay the engine's expert choices in the trainer."""
-    async_level: int = Field(0, ge=0, le=1)
+    async_level: int = Field(default=0, ge=0, le=1)
     """1 samples the next batch while the present one trains."""
-    logprob_diff_limit: float | None = Field(None, gt=0)
+    logprob_diff_limit: float | None = Field(default=None, gt=0)
     """Stop when trainer and engine differ by more; default 0.05 in bf16, 1e-3 in fp32."""
     eval_prompt_data: tuple[str, ...] = ()
     """Prompt files to evaluate on during training."""
-    eval_interval: int = Field(0, ge=0)
+    eval_interval: int = Field(default=0, ge=0)
     """Evaluate every N rollouts; 0 never."""
 
 
@@ -172,7 +176,7 @@ class TrainConfig(_Strict):
     """The torch_dist base."""
     run_dir: Path
     """Run folder."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seeds adapters, data order and sampling."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of base and activations."""
@@ -182,13 +186,13 @@ class TrainConfig(_Strict):
     """Who starts the processes."""
     ray_address: str = ""
     """A running Ray cluster to join; empty starts a local one."""
-    num_nodes: int = Field(1, ge=1)
+    num_nodes: int = Field(default=1, ge=1)
     """Machines."""
-    num_gpus_per_node: int = Field(1, ge=1)
+    num_gpus_per_node: int = Field(default=1, ge=1)
     """Trainer ranks per machine."""
-    save_interval: int = Field(10, ge=0)
+    save_interval: int = Field(default=10, ge=0)
     """Checkpoint every N rollouts; 0 only at the end."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept."""
     init: Literal["base", "random"] = "base"
     """random: no base on disk, weights from the seed."""
@@ -243,10 +247,7 @@ def _as_config_error(cls: type[BaseModel], error: ValidationError, source: str) 
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        owner = cls
-        for part in first["loc"][:-1]:
-            owner = owner.model_fields[str(part)].annotation  # pyright: ignore
-        names: list[str] = list(getattr(owner, "model_fields", {}))
+        names = _field_names(cls, first["loc"][:-1])
         return ConfigError(
             f"unknown key {where!r} in {source}",
             "one of " + ", ".join(names),
@@ -258,6 +259,16 @@ def _as_config_error(cls: type[BaseModel], error: ValidationError, source: str) 
         f"{where} is {first['input']!r} in {source}",
         first["msg"].removeprefix("Input should be ").removeprefix("Value error, "),
     )
+
+
+def _field_names(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    owner: type[BaseModel] = cls
+    for part in path:
+        inner = owner.model_fields[str(part)].annotation
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        owner = inner
+    return list(owner.model_fields)
 
 
 def to_toml(config: BaseModel) -> str:

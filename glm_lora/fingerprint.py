@@ -31,7 +31,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     import torch
 
     flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def record_of(key: str, tensor: torch.Tensor) -> TensorRecord:

@@ -37,8 +37,8 @@ BASE = AdapterRef("", -1)
 class AdapterState:
     """A whole adapter: full (unsharded) tensors under serving keys.
 
-    Keys are those of ``Selection.tensor_shapes()``: ``<disk name>.lora_A.weight`` ``[rank, in]`` and
-    ``<disk name>.lora_B.weight`` ``[out, rank]``, on the CPU, fp32 or bf16.
+    Keys are those of ``Selection.tensor_shapes()``: ``<disk name>.lora_A.weight`` ``[rank, in]``
+    and ``<disk name>.lora_B.weight`` ``[out, rank]``, on the CPU, fp32 or bf16.
     """
 
     selection: Selection
@@ -134,7 +134,7 @@ class StepStats:
 
     applied: bool
     """False when the batch held no learning signal: nothing moved, no moments, no schedule."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Scalars under their metric names (``train/...``)."""
     logprobs: Sequence[np.ndarray] = ()
     """The trainer's log-probability of each response token before the step, per sample."""
@@ -216,7 +216,7 @@ class AdapterSink(Protocol):
     """The place an adapter is sent to."""
 
     def push(self, state: AdapterState, name: str = "policy") -> Receipt:
-        """Make ``state`` servable as ``state.ref(name)``; the receipt is the receiver's own account."""
+        """Make ``state`` servable as ``state.ref(name)``; the receipt is the receiver's account."""
         ...
 
 

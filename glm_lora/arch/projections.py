@@ -47,6 +47,7 @@ class Status(StrEnum):
 
 
 Shape = tuple[int, ...]
+ShapeOf = Callable[[ModelSpec], Shape]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Row:
     """Path in transformers' memory where it differs from ``path``."""
     sglang_path: str = ""
     """Module of SGLang that holds it where it differs (fused projections)."""
-    shape: Callable[[ModelSpec], Shape]
+    shape: ShapeOf
     kind: Kind = Kind.REPLICATED
     expert: bool = False
     """Stacked over routed experts on axis 0, which expert parallelism cuts."""
@@ -100,15 +101,36 @@ _EMBED = "embeddings and the output head are not adapted"
 
 
 def _target(
-    path: str, shape: Callable[[ModelSpec], Shape], kind: Kind, group: str, **names: str
+    path: str,
+    shape: ShapeOf,
+    kind: Kind,
+    group: str,
+    *,
+    memory_path: str = "",
+    sglang_path: str = "",
 ) -> Row:
-    return Row(path=path, shape=shape, kind=kind, group=group, status=Status.TRAINABLE, **names)
+    return Row(
+        path=path,
+        memory_path=memory_path,
+        sglang_path=sglang_path,
+        shape=shape,
+        kind=kind,
+        group=group,
+        status=Status.TRAINABLE,
+    )
 
 
 def _attn(
-    leaf: str, shape: Callable[[ModelSpec], Shape], kind: Kind, group: str, **names: str
+    leaf: str,
+    shape: ShapeOf,
+    kind: Kind,
+    group: str,
+    *,
+    memory_path: str = "",
+    sglang_path: str = "",
 ) -> Row:
-    return _target(f"self_attn.{leaf}", shape, kind, group, **names)
+    path = f"self_attn.{leaf}"
+    return _target(path, shape, kind, group, memory_path=memory_path, sglang_path=sglang_path)
 
 
 _QKV = "self_attn.qkv_proj"
@@ -169,6 +191,16 @@ KDA_ROWS: tuple[Row, ...] = (
     Row(path="self_attn.o_norm", shape=lambda s: (s.linear_head_dim,), reason=_NORM),
 )
 
+_INDEXER_SHAPES: tuple[tuple[str, str, ShapeOf], ...] = (
+    ("wq_b", ".weight", lambda s: (s.index_n_heads * s.index_head_dim, s.q_lora_rank)),
+    ("wk", ".weight", lambda s: (s.index_head_dim, s.hidden_size)),
+    ("weights_proj", ".weight", lambda s: (s.index_n_heads, s.hidden_size)),
+    ("k_norm", ".weight", lambda s: (s.index_head_dim,)),
+    ("k_norm", ".bias", lambda s: (s.index_head_dim,)),
+    ("index_kpool_compress_ape", "", lambda s: (s.index_kpool, s.index_head_dim)),
+    ("index_kpool_compress_gate", "", lambda s: (s.index_head_dim, s.hidden_size)),
+)
+
 DSA_ROWS: tuple[Row, ...] = (
     _attn(
         "q_a_proj",
@@ -212,15 +244,7 @@ DSA_ROWS: tuple[Row, ...] = (
             group="indexer",
             reason=_INDEXER,
         )
-        for leaf, suffix, shape in (
-            ("wq_b", ".weight", lambda s: (s.index_n_heads * s.index_head_dim, s.q_lora_rank)),
-            ("wk", ".weight", lambda s: (s.index_head_dim, s.hidden_size)),
-            ("weights_proj", ".weight", lambda s: (s.index_n_heads, s.hidden_size)),
-            ("k_norm", ".weight", lambda s: (s.index_head_dim,)),
-            ("k_norm", ".bias", lambda s: (s.index_head_dim,)),
-            ("index_kpool_compress_ape", "", lambda s: (s.index_kpool, s.index_head_dim)),
-            ("index_kpool_compress_gate", "", lambda s: (s.index_head_dim, s.hidden_size)),
-        )
+        for leaf, suffix, shape in _INDEXER_SHAPES
     ),
 )
 
@@ -242,6 +266,15 @@ def _mlp(prefix: str, width: Callable[[ModelSpec], int], group: str) -> tuple[Ro
 
 DENSE_ROWS: tuple[Row, ...] = _mlp("mlp", lambda s: s.intermediate_size, "dense_mlp")
 
+
+def _expert_up(s: ModelSpec) -> Shape:
+    return (s.n_routed_experts, s.moe_intermediate_size, s.hidden_size)
+
+
+def _expert_down(s: ModelSpec) -> Shape:
+    return (s.n_routed_experts, s.hidden_size, s.moe_intermediate_size)
+
+
 MOE_ROWS: tuple[Row, ...] = (
     *_mlp(
         "mlp.shared_experts",
@@ -260,9 +293,9 @@ MOE_ROWS: tuple[Row, ...] = (
             reason=_EXPERT,
         )
         for leaf, shape in (
-            ("gate_proj", lambda s: (s.n_routed_experts, s.moe_intermediate_size, s.hidden_size)),
-            ("up_proj", lambda s: (s.n_routed_experts, s.moe_intermediate_size, s.hidden_size)),
-            ("down_proj", lambda s: (s.n_routed_experts, s.hidden_size, s.moe_intermediate_size)),
+            ("gate_proj", _expert_up),
+            ("up_proj", _expert_up),
+            ("down_proj", _expert_down),
         )
     ),
     Row(
@@ -358,9 +391,12 @@ def _top_params(spec: ModelSpec) -> Iterator[Param]:
     def vocab(s: ModelSpec) -> Shape:
         return (s.vocab_size, s.hidden_size)
 
+    def width(s: ModelSpec) -> Shape:
+        return (s.hidden_size,)
+
     for key, shape, kind, reason in (
         (EMBED_KEY, vocab, Kind.COLUMN, _EMBED),
-        (NORM_KEY, lambda s: (s.hidden_size,), Kind.REPLICATED, _NORM),
+        (NORM_KEY, width, Kind.REPLICATED, _NORM),
         (HEAD_KEY, vocab, Kind.COLUMN, _EMBED),
     ):
         row = Row(path=key.removesuffix(".weight"), shape=shape, kind=kind, reason=reason)
@@ -437,7 +473,7 @@ def _site(prefix: str, row: Row, layer: int, shape: tuple[int, int]) -> Site:
 @lru_cache(maxsize=16)
 def trainable_sites(spec: ModelSpec) -> tuple[Site, ...]:
     """Every site that LoRA may adapt, in model order (485 in the full model, 43 in the slice)."""
-    sites = []
+    sites: list[Site] = []
     for layer in range(spec.num_hidden_layers):
         for row in layer_rows(spec, layer):
             if row.status is Status.TRAINABLE:

@@ -8,10 +8,10 @@ nested ``linear_attn_config`` of the released checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from glm_lora.errors import ModelError, did_you_mean
 
@@ -204,8 +204,7 @@ def spec_from_config(config: Mapping[str, Any], *, source: str = "config.json") 
     Raises:
         ModelError: Another architecture, a wrong type, or a feature that cannot be trained.
     """
-    if not isinstance(config, Mapping):
-        raise ModelError(f"{source} holds a {type(config).__name__}", "a JSON object")
+    config = _object(config, source)
     model_type = config.get("model_type")
     if model_type not in ("glm5_next", "glm5_next_text"):
         why = _OTHER_MODELS.get(str(model_type), "")
@@ -213,32 +212,28 @@ def spec_from_config(config: Mapping[str, Any], *, source: str = "config.json") 
             f"{source} describes model_type {model_type!r}" + (f" ({why})" if why else ""),
             "'glm5_next' (GLM-5.3-Flash)",
         )
-    text = config.get("text_config", config)
-    if not isinstance(text, Mapping):
-        raise ModelError(f"text_config in {source} is a {type(text).__name__}", "a JSON object")
-    values = _known_values(text)
-    values["eos_token_ids"] = _as_ids(text.get("eos_token_id", config.get("eos_token_id")))
-    if (kinds := text.get("layer_types")) is not None:
-        values["layer_types"] = tuple(DSA if k == "full_attention" else k for k in kinds)
-    if (kinds := text.get("mlp_layer_types")) is not None:
-        values["mlp_layer_types"] = tuple(kinds)
-    elif (dense := text.get("first_k_dense_replace")) is not None:
-        layers = text.get("num_hidden_layers", ModelSpec.num_hidden_layers)
-        values["mlp_layer_types"] = tuple(DENSE if i < dense else SPARSE for i in range(layers))
+    text = _object(config.get("text_config", config), f"text_config in {source}")
     try:
-        spec = ModelSpec(**values)
+        values = _known_values(text, source)
+        values["eos_token_ids"] = _as_ids(text.get("eos_token_id", config.get("eos_token_id")))
+        _refuse_untrainable(text, values, source)
+        return ModelSpec(**values)
     except TypeError as error:
         raise ModelError(f"{source} has a value of the wrong type: {error}") from error
-    _refuse_untrainable(text, spec, source)
-    return spec
 
 
-def _known_values(text: Mapping[str, Any]) -> dict[str, Any]:
+def _object(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ModelError(f"{what} holds a {type(value).__name__}", "a JSON object")
+    return cast("Mapping[str, Any]", value)
+
+
+def _known_values(text: Mapping[str, Any], source: str) -> dict[str, Any]:
     special = {"eos_token_ids", "layer_types", "mlp_layer_types"}
     values = {
         f.name: text[f.name] for f in fields(ModelSpec) if f.name in text and f.name not in special
     }
-    nested = text.get("linear_attn_config") or {}
+    nested = _object(text.get("linear_attn_config") or {}, f"linear_attn_config in {source}")
     for theirs, ours in (
         ("head_dim", "linear_head_dim"),
         ("num_heads", "linear_num_heads"),
@@ -247,6 +242,13 @@ def _known_values(text: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if theirs in nested:
             values[ours] = nested[theirs]
+    if (kinds := text.get("layer_types")) is not None:
+        values["layer_types"] = tuple(DSA if k == "full_attention" else k for k in kinds)
+    if (kinds := text.get("mlp_layer_types")) is not None:
+        values["mlp_layer_types"] = tuple(kinds)
+    elif (dense := text.get("first_k_dense_replace")) is not None:
+        layers = text.get("num_hidden_layers", ModelSpec.num_hidden_layers)
+        values["mlp_layer_types"] = tuple(DENSE if i < dense else SPARSE for i in range(layers))
     return values
 
 
@@ -256,9 +258,10 @@ def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _refuse_untrainable(text: Mapping[str, Any], spec: ModelSpec, source: str) -> None:
+def _refuse_untrainable(text: Mapping[str, Any], values: Mapping[str, Any], source: str) -> None:
     modes = text.get("indexer_types")
-    shared = [i for i, m in enumerate(modes or ()) if m == "shared" and not spec.is_kda(i)]
+    layers = values.get("layer_types", ())
+    shared = [i for i, mode in enumerate(modes or ()) if mode == "shared" and _is_dsa(layers, i)]
     pattern = text.get("index_topk_pattern")
     if (
         shared
@@ -270,10 +273,14 @@ def _refuse_untrainable(text: Mapping[str, Any], spec: ModelSpec, source: str) -
             "indexer_types 'full' on every sparse-attention layer",
             "A shared layer must directly follow a full one, which the 3:1 pattern never allows",
         )
-    if spec.linear_lower_bound is None:
+    if values.get("linear_lower_bound", 0.0) is None:
         raise ModelError(f"{source} has no gate lower bound", "linear_lower_bound (-5.0)")
     if text.get("attention_bias"):
         raise ModelError(f"{source} sets attention_bias", "attention_bias false")
+
+
+def _is_dsa(layer_types: Sequence[str], layer: int) -> bool:
+    return layer_types[layer] == DSA if layer < len(layer_types) else layer % 4 == 3
 
 
 def spec_from_dir(folder: Path) -> ModelSpec:

@@ -160,7 +160,20 @@ def make_selection(
     dropout: float = 0.0,
     ranks: Mapping[str, int] | None = None,
 ) -> Selection:
-    """Build a selection from sites; ``ranks`` overrides the rank per disk name at constant alpha/rank."""
+    """Build a selection from sites.
+
+    Args:
+        model: Name of the model.
+        spec: Its dimensions.
+        sites: The trainable sites to adapt, in any order.
+        rank: Rank of A and B.
+        alpha: Numerator of the scaling alpha / rank.
+        dropout: Probability of zeroing an adapter's input while training.
+        ranks: Own rank per disk name; alpha follows so that alpha / rank stays constant.
+
+    Raises:
+        TargetError: No site, or a rank, alpha or dropout out of range.
+    """
     if rank < 1 or isinstance(rank, bool):
         raise TargetError(f"rank {rank} of the adapter", "a positive whole number")
     if not alpha > 0:
@@ -172,7 +185,7 @@ def make_selection(
     if not chosen:
         raise TargetError("the selection is empty", "at least one trainable projection")
     scaling = alpha / rank
-    adapters = []
+    adapters: list[SiteAdapter] = []
     for site in chosen:
         own = (ranks or {}).get(site.disk_name, rank)
         adapters.append(SiteAdapter(site, own, alpha if own == rank else scaling * own))
