@@ -1,0 +1,78 @@
+"""Write a result into a new folder: complete under its final name, or not there at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from glm_lora.errors import ConfigError, ExportError
+
+
+def check_output(output: Path, num_bytes: int = 0) -> None:
+    """Check, before any work, that ``output`` can be made and will fit.
+
+    Args:
+        output: Folder to be made; it may exist if it is empty.
+        num_bytes: What will be written, in bytes.
+
+    Raises:
+        ConfigError: It is a file or not empty, cannot be written, or the disk is too full.
+    """
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output} is a file", "a new or empty folder")
+    if output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"--output {output} is not empty", "a new or empty folder")
+    parent = _existing_parent(output)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output {output} cannot be made in {parent}", "a writable folder")
+    free = shutil.disk_usage(parent).free
+    if num_bytes > free:
+        raise ConfigError(
+            f"--output {output} needs {num_bytes:,} bytes, {free:,} are free",
+            "enough space on the disk",
+        )
+
+
+def _existing_parent(path: Path) -> Path:
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    return parent
+
+
+@contextmanager
+def new_folder(output: Path, num_bytes: int = 0) -> Iterator[Path]:
+    """A working folder beside ``output`` that takes its name when the block ends well.
+
+    Raises:
+        ConfigError: See ``check_output``.
+        ExportError: Writing failed, for example on a full disk; nothing is left behind.
+    """
+    check_output(output, num_bytes)
+    working: Path | None = None
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        working = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        working.chmod(0o777 & ~_umask())
+        yield working
+        if output.is_dir():
+            output.rmdir()
+        working.rename(output)
+    except OSError as error:
+        raise ExportError(
+            f"{output} cannot be written: {error.strerror or error}",
+            "a writable folder with enough space",
+        ) from error
+    finally:
+        if working is not None and working.exists():
+            shutil.rmtree(working, ignore_errors=True)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
