@@ -5,6 +5,8 @@ SGLang holds it in, its full shape, how tensor and expert parallelism cut it, wh
 when the rest is bf16, and whether LoRA may adapt it (and if not, why). Names and shapes anywhere
 else in the package are derived from these rows.
 
+The file is long because the whole table stays in one place.
+
 Shapes are global (unsharded) and row-major, ``(out_features, in_features)`` for projections.
 Source of the shapes: transformers' ``modeling_glm5_next.py`` on the meta device, compared with
 this table by ``tests/arch/test_golden.py``.
@@ -20,6 +22,8 @@ from functools import lru_cache
 from glm_lora.arch.spec import ModelSpec
 
 LAYERS_PREFIX = "model.language_model.layers."
+SGLANG_LAYERS_PREFIX = "model.layers."
+"""SGLang drops ``language_model`` from its module names (``glm5_next.py``, its weights mapper)."""
 EMBED_KEY = "model.language_model.embed_tokens.weight"
 NORM_KEY = "model.language_model.norm.weight"
 HEAD_KEY = "lm_head.weight"
@@ -431,6 +435,8 @@ class Site:
     """Module name on disk; adapters are keyed by it wherever they leave the trainer."""
     sglang_name: str
     """Module name in SGLang; fused projections share one."""
+    sglang_part: str
+    """Which part of a fused SGLang module it is (its disk leaf); empty when it is the whole."""
     layer: int
     leaf: str
     group: str
@@ -455,15 +461,22 @@ class Site:
         return rank * (self.shape[0] + self.shape[1])
 
 
-def _site(prefix: str, row: Row, layer: int, shape: tuple[int, int]) -> Site:
+def _site(row: Row, layer: int, spec: ModelSpec, expert: int | None = None) -> Site:
+    prefix = f"{LAYERS_PREFIX}{layer}."
+    path, memory, part = row.path, row.memory, row.leaf if row.sglang_path else ""
+    if expert is not None:
+        path = memory = f"{row.path.removesuffix(row.leaf)}{expert}.{row.leaf}"
+        part = f"{expert}.{row.leaf}"
+    out_features, in_features = row.shape(spec)[-2:]
     return Site(
-        name=prefix + row.memory,
-        disk_name=prefix + row.path,
-        sglang_name=prefix + row.sglang,
+        name=prefix + memory,
+        disk_name=prefix + path,
+        sglang_name=f"{SGLANG_LAYERS_PREFIX}{layer}.{row.sglang}",
+        sglang_part=part,
         layer=layer,
         leaf=row.leaf,
         group=row.group,
-        shape=shape,
+        shape=(out_features, in_features),
         kind=row.kind,
         status=row.status,
         reason=row.reason,
@@ -473,12 +486,34 @@ def _site(prefix: str, row: Row, layer: int, shape: tuple[int, int]) -> Site:
 @lru_cache(maxsize=16)
 def trainable_sites(spec: ModelSpec) -> tuple[Site, ...]:
     """Every site that LoRA may adapt, in model order (485 in the full model, 43 in the slice)."""
-    sites: list[Site] = []
-    for layer in range(spec.num_hidden_layers):
-        for row in layer_rows(spec, layer):
-            if row.status is Status.TRAINABLE:
-                out_features, in_features = row.shape(spec)
-                sites.append(
-                    _site(f"{LAYERS_PREFIX}{layer}.", row, layer, (out_features, in_features))
-                )
-    return tuple(sites)
+    return tuple(s for s in dense_sites(spec) if s.status is Status.TRAINABLE)
+
+
+@lru_cache(maxsize=16)
+def dense_sites(spec: ModelSpec) -> tuple[Site, ...]:
+    """Every linear projection but the routed experts', in model order, frozen ones included."""
+    return tuple(
+        _site(row, layer, spec)
+        for layer in range(spec.num_hidden_layers)
+        for row in layer_rows(spec, layer)
+        if row.status is not Status.NOT_A_TARGET and not row.expert
+    )
+
+
+def expert_sites(spec: ModelSpec, layer: int) -> Iterator[Site]:
+    """The routed experts' projections of one layer, one site per expert (as on disk)."""
+    rows = [row for row in layer_rows(spec, layer) if row.expert]
+    for expert in range(spec.n_routed_experts if rows else 0):
+        for row in rows:
+            yield _site(row, layer, spec, expert)
+
+
+@lru_cache(maxsize=4)
+def all_sites(spec: ModelSpec) -> tuple[Site, ...]:
+    """Every linear projection of the text model, in model order, routed experts one by one."""
+    by_layer: dict[int, list[Site]] = {i: [] for i in range(spec.num_hidden_layers)}
+    for site in dense_sites(spec):
+        by_layer[site.layer].append(site)
+    for layer, sites in by_layer.items():
+        sites.extend(expert_sites(spec, layer))
+    return tuple(site for sites in by_layer.values() for site in sites)

@@ -1,0 +1,157 @@
+"""Why an item is refused: what it names instead, or which names are near.
+
+Only called once a selection has failed, so it may look at everything that has a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from glm_lora.arch.foreign import NonTarget, non_targets
+from glm_lora.arch.projections import LAYERS_PREFIX, Row, dense_sites
+from glm_lora.arch.spec import FULL, ModelSpec
+from glm_lora.errors import TargetError, did_you_mean, nearest
+from glm_lora.targets.groups import GROUP_NAMES, fixing_exclude
+from glm_lora.targets.matching import Hits, cells, glob_matches, is_glob, match
+
+LIST_THEM = "List them: glm-lora targets --list"
+
+
+def unmatched(item: str, option: str, spec: ModelSpec, model: str) -> TargetError:
+    """The error for an ``item`` that names no projection of ``spec``."""
+    what = f"{option} {item!r}"
+    if others := _non_targets_named(item, spec):
+        names = ", ".join(list(others)[:2]) + (", ..." if len(others) > 2 else "")
+        return TargetError(
+            f"{what} names no target of LoRA but {names}: "
+            + "; ".join(dict.fromkeys(others.values())),
+            "linear projections of the text layers",
+            LIST_THEM,
+        )
+    if is_glob(item) and (hits := match("*." + item, spec)):
+        frozen = frozen_reasons(hits, spec)
+        if len(frozen) and not trainable_part(hits, spec):
+            return refused(f"{what} (as '*.{item}')", hits, spec)
+        return TargetError(
+            f"{what} matches no full name of {model}",
+            "a glob over full names",
+            f"Did you mean '*.{item}'?",
+        )
+    if parts := _fused_parts(item):
+        return TargetError(
+            f"{what} is a fused module of the engine, no projection of its own",
+            "its parts: " + ",".join(parts),
+        )
+    if hits := match(item, FULL) or (is_glob(item) and match("*." + item, FULL)):
+        last = spec.num_hidden_layers - 1
+        return TargetError(
+            f"{what} matches no projection of {model}",
+            f"names of this model (layers 0 to {last})",
+            f"It names {hits.count} in GLM-5.3-Flash",
+        )
+    hint = _suggestion(item, spec)
+    return TargetError(
+        f"{what} matches no projection of {model}",
+        "a group (" + ", ".join(GROUP_NAMES) + "), a leaf name or a glob over full names",
+        f"{hint} {LIST_THEM}".strip(),
+    )
+
+
+def known_somewhere(item: str, spec: ModelSpec) -> bool:
+    """Whether ``item`` names anything in ``spec`` or in the full model, targets or not."""
+    return any(
+        match(item, s) or any(_name_of(item, other) for other in non_targets(s))
+        for s in (spec, FULL)
+    )
+
+
+def refused(what: str, hits: Hits, spec: ModelSpec) -> TargetError:
+    """The error for frozen projections in a selection, with the excludes that take them out."""
+    reasons = frozen_reasons(hits, spec)
+    told: list[str] = []
+    for row, (count, example) in reasons.items():
+        told.append(f"{example} ({count} like it): {row.reason}")
+    fixes = ",".join(dict.fromkeys(fixing_exclude(row) for row in reasons))
+    return TargetError(
+        f"{what} selects frozen projections: " + "; ".join(told),
+        "trainable projections only",
+        f'Take them out: --exclude-modules "{fixes}"',
+    )
+
+
+def frozen_reasons(hits: Hits, spec: ModelSpec) -> dict[Row, tuple[int, str]]:
+    """For each kind of frozen projection in ``hits``: how many there are, and the first name."""
+    table = cells(spec)
+    kinds: dict[str, tuple[Row, int, str]] = {}
+    for position, mask in hits.masks.items():
+        cell = table[position]
+        if cell.site is None or not cell.trainable:
+            row, count, example = kinds.get(cell.row.reason, (cell.row, 0, cell.member_name(mask)))
+            kinds[cell.row.reason] = (row, count + mask.bit_count(), example)
+    return {row: (count, example) for row, count, example in kinds.values()}
+
+
+def trainable_part(hits: Hits, spec: ModelSpec) -> Hits:
+    """The trainable projections of ``hits``."""
+    table = cells(spec)
+    return Hits({p: m for p, m in hits.masks.items() if table[p].trainable})
+
+
+def _name_of(item: str, other: NonTarget) -> str:
+    """The name by which ``item`` means ``other``, or the empty string."""
+    if is_glob(item):
+        return next((name for name in other.names if glob_matches(name, item)), "")
+    return next((name for name in other.names if name.rsplit(".", 1)[-1] == item), "")
+
+
+def _non_targets_named(item: str, spec: ModelSpec) -> dict[str, str]:
+    """Names and reasons; of the first part of the model (text, vision, MTP) that has any."""
+    patterns = [item]
+    if is_glob(item) and not match("*." + item, spec):
+        patterns.append("*." + item)
+    for pattern in patterns:
+        found = [(n, other) for other in non_targets(spec) if (n := _name_of(pattern, other))]
+        if found:
+            part = found[0][1].part
+            return {name: other.reason for name, other in found if other.part == part}
+    return {}
+
+
+def _fused_parts(item: str) -> list[str]:
+    leaf = item.rsplit(".", 1)[-1]
+    return list(
+        dict.fromkeys(
+            s.leaf
+            for s in dense_sites(FULL)
+            if s.sglang_part and s.sglang_name.rsplit(".", 1)[-1] == leaf
+        )
+    )
+
+
+def _suggestion(item: str, spec: ModelSpec) -> str:
+    leaves = sorted({c.row.leaf for c in cells(spec)})
+    if not is_glob(item):
+        return did_you_mean(item, [*GROUP_NAMES, *leaves])
+    mended = _mend(item, _words(spec))
+    if mended != item and match(mended, spec):
+        return f"Did you mean '{mended}'?"
+    if "*." + mended != item and match("*." + mended, spec):
+        return f"Did you mean '*.{mended}'?"
+    return ""
+
+
+def _words(spec: ModelSpec) -> frozenset[str]:
+    names = (name for s in dense_sites(spec) for name in (s.name, s.disk_name))
+    words = {word for name in names for word in name.removeprefix(LAYERS_PREFIX).split(".")}
+    return frozenset(words) | set(LAYERS_PREFIX.strip(".").split(".")) | {"experts"}
+
+
+def _mend(pattern: str, words: Iterable[str]) -> str:
+    """The pattern with each misspelt plain component replaced by the nearest known one."""
+    known = set(words)
+    mended: list[str] = []
+    for part in pattern.split("."):
+        near = nearest(part, known, 1)
+        plain = part.isidentifier()
+        mended.append(near[0] if plain and part not in known and near else part)
+    return ".".join(mended)
