@@ -1,0 +1,284 @@
+"""Prompts: read from JSONL and parquet files and checked row by row.
+
+All bad rows of all files are reported together: file, row and reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from glm_lora.errors import DataError
+
+Messages = tuple[Mapping[str, Any], ...]
+ROLES = ("system", "user", "assistant", "tool")
+_SHOWN = 20
+"""Bad rows listed in full in one report."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One usable row."""
+
+    ids: tuple[int, ...]
+    """Prompt tokens, chat template applied."""
+    prompt: str | Messages
+    label: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    """``file:row``, rows from 1 (lines for JSONL)."""
+
+    @property
+    def text(self) -> str:
+        """The prompt as text: as given, or the last message's content."""
+        return self.prompt if isinstance(self.prompt, str) else str(self.prompt[-1]["content"])
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used, and why."""
+
+    file: str
+    row: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.row}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """The usable rows of one file and its share of the mix."""
+
+    path: Path
+    weight: float
+    """Relative share of prompts drawn from this file."""
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """All files of a run."""
+
+    files: tuple[PromptFile, ...]
+    bad_rows: tuple[BadRow, ...] = ()
+    """Rows left out by ``skip_bad_rows``."""
+
+    def __len__(self) -> int:
+        return sum(len(f.prompts) for f in self.files)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over what decides which prompt comes when (tokens, labels, weights)."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.weight!r} {len(file.prompts)}\n".encode())
+            for prompt in file.prompts:
+                digest.update(f"{prompt.ids} {prompt.label!r}\n".encode())
+        return digest.hexdigest()
+
+
+def load_prompts(
+    sources: Sequence[str],
+    encode: Callable[[str | Messages], Sequence[int]],
+    *,
+    input_key: str = "prompt",
+    label_key: str = "label",
+    metadata_key: str = "metadata",
+    check_label: Callable[[str], str | None] | None = None,
+    max_prompt_tokens: int | None = None,
+    skip_bad_rows: bool = False,
+) -> PromptData:
+    """Read, check and tokenise all prompt files.
+
+    Args:
+        sources: Paths ending in .jsonl, .json or .parquet, each optionally ``PATH@WEIGHT``.
+            Without weights every row has the same chance.
+        encode: Prompt text or messages to tokens, chat template included.
+        input_key: Field with the prompt: text, or a list of ``{role, content}`` messages.
+        label_key: Field with the expected answer (text or a number).
+        metadata_key: Optional field with an object for the reward.
+        check_label: Why a label can never be matched, or None (``Reward.check_label``).
+        max_prompt_tokens: Longest usable prompt.
+        skip_bad_rows: Leave bad rows out instead of refusing them all.
+
+    Raises:
+        DataError: A file is missing, of another kind or without a usable row, or (unless skipped)
+            a row is bad; the message lists file, row and reason.
+    """
+    if not sources:
+        raise DataError("no prompt file was given", "at least one --prompt-data FILE")
+    reader = _RowReader(encode, input_key, label_key, metadata_key, check_label, max_prompt_tokens)
+    parsed = [_split_weight(source) for source in sources]
+    if len({weight is None for _, weight in parsed}) > 1:
+        raise DataError("some prompt files have a weight and some have none", "all or none")
+    files: list[PromptFile] = []
+    bad: list[BadRow] = []
+    for path, weight in parsed:
+        prompts = list(reader.read(path, bad))
+        if not prompts and (skip_bad_rows or not bad):
+            raise DataError(f"{path} has no usable prompt", "at least one row")
+        files.append(PromptFile(path, len(prompts) if weight is None else weight, tuple(prompts)))
+    if bad and not skip_bad_rows:
+        raise _report(bad)
+    return PromptData(tuple(files), tuple(bad))
+
+
+def _report(bad: Sequence[BadRow]) -> DataError:
+    lines = [f"  {row}" for row in bad[:_SHOWN]]
+    if len(bad) > _SHOWN:
+        lines.append(f"  and {len(bad) - _SHOWN} more")
+    return DataError(
+        f"{len(bad)} prompt rows cannot be used:\n" + "\n".join(lines) + "\n",
+        "usable rows only",
+        "Correct them, or leave them out with --skip-bad-rows",
+    )
+
+
+def _split_weight(source: str) -> tuple[Path, float | None]:
+    """``PATH@WEIGHT`` or ``PATH``; an existing file's own name wins."""
+    head, at, tail = source.rpartition("@")
+    if not at or Path(source).exists():
+        return Path(source), None
+    try:
+        weight = float(tail)
+    except ValueError:
+        return Path(source), None
+    if not (weight > 0 and math.isfinite(weight)):
+        raise DataError(f"weight {tail} of {head}", "a positive number")
+    return Path(head), weight
+
+
+@dataclass(frozen=True)
+class _RowReader:
+    encode: Callable[[str | Messages], Sequence[int]]
+    input_key: str
+    label_key: str
+    metadata_key: str
+    check_label: Callable[[str], str | None] | None
+    max_prompt_tokens: int | None
+
+    def read(self, path: Path, bad: list[BadRow]) -> Iterator[Prompt]:
+        """The usable rows of one file; the others are appended to ``bad``."""
+        for number, row in _rows(path):
+            try:
+                yield self._prompt(row, f"{path}:{number}")
+            except _BadRow as error:
+                bad.append(BadRow(str(path), number, str(error)))
+
+    def _prompt(self, row: Any, source: str) -> Prompt:
+        if isinstance(row, _BadRow):
+            raise row
+        if not isinstance(row, dict):
+            raise _BadRow(f"the row is a {_kind(row)}, not an object")
+        for key in (self.input_key, self.label_key):
+            if row.get(key) is None:
+                raise _BadRow(f"missing key {key!r} (it has {', '.join(sorted(row)) or 'none'})")
+        label = self._label(row[self.label_key])
+        metadata = row.get(self.metadata_key)
+        if metadata is not None and not isinstance(metadata, dict):
+            raise _BadRow(f"{self.metadata_key!r} is a {_kind(metadata)}, not an object")
+        prompt = _checked_prompt(row[self.input_key], self.input_key)
+        ids = tuple(int(i) for i in self.encode(prompt))
+        if not ids:
+            raise _BadRow("the prompt has no token")
+        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            raise _BadRow(
+                f"the prompt has {len(ids)} tokens after the chat template, "
+                f"the limit is {self.max_prompt_tokens}"
+            )
+        return Prompt(ids, prompt, label, metadata or {}, source)
+
+    def _label(self, value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise _BadRow(f"{self.label_key!r} is a {_kind(value)}, not text or a number")
+        label = str(value)
+        if not label.strip():
+            raise _BadRow("the label is empty")
+        reason = self.check_label(label) if self.check_label else None
+        if reason:
+            raise _BadRow(f"label {label[:60]!r} cannot be used: {reason}")
+        return label
+
+
+class _BadRow(Exception):
+    """Why one row cannot be used; never leaves this module."""
+
+
+def _checked_prompt(value: Any, key: str) -> str | Messages:
+    if isinstance(value, str):
+        if not value.strip():
+            raise _BadRow("the prompt is empty")
+        return value
+    if not isinstance(value, list):
+        raise _BadRow(f"{key!r} is a {_kind(value)}, not text or a list of messages")
+    if not value:
+        raise _BadRow("the prompt has no message")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise _BadRow("a message is not an object with role and content (text)")
+        if message.get("role") not in ROLES:
+            raise _BadRow(f"a message has role {message.get('role')!r}, not {', '.join(ROLES)}")
+    if value[-1]["role"] == "assistant":
+        raise _BadRow("the last message is the assistant's, so there is nothing to answer")
+    if not any(m["content"].strip() for m in value):
+        raise _BadRow("the prompt is empty")
+    return tuple(value)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "object", list: "list", str: "text", bool: "truth value", type(None): "null"}
+    return names.get(type(value), "number" if isinstance(value, int | float) else "value")
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows of a file with their number; a row that cannot be parsed comes as its ``_BadRow``."""
+    if not path.is_file():
+        raise DataError(f"prompt file {path} does not exist", "a .jsonl or .parquet file")
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    elif path.suffix in (".jsonl", ".json"):
+        yield from _jsonl_rows(path)
+    else:
+        raise DataError(f"prompt file {path} has an unknown kind", "a .jsonl or .parquet file")
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, _parsed(line)
+    except OSError as error:
+        raise DataError(f"prompt file {path} cannot be read: {error}") from error
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return _BadRow("not UTF-8 text")
+    except json.JSONDecodeError as error:
+        return _BadRow(f"invalid JSON: {error.msg} at column {error.colno}")
+    except RecursionError:
+        return _BadRow("invalid JSON: nested too deeply")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        number = 0
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"prompt file {path} cannot be read: {error}", "a parquet file") from error
