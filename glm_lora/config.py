@@ -217,6 +217,41 @@ class TrainConfig(_Strict):
         return self.num_nodes * self.num_gpus_per_node
 
 
+class PrepareConfig(_Strict):
+    """Everything ``prepare`` needs."""
+
+    model_name: str = "GLM-5.3-Flash-4layer"
+    """A built-in model: GLM-5.3-Flash, GLM-5.3-Flash-4layer or tiny."""
+    hf_checkpoint: Path
+    """Folder of the Hugging Face checkpoint; read when it is there, else downloaded or made."""
+    ref_load: Path
+    """The torch_dist base to write."""
+    data_dir: Path
+    """Folder for datasets."""
+    repo: str = "zai-org/GLM-5.3-Flash"
+    """Hub repository of the weights, used when hf_checkpoint does not exist."""
+    revision: str = "main"
+    """Branch, tag or commit of the repository."""
+    task: Literal["dapo-math-17k", "gsm8k", "none"] = "dapo-math-17k"
+    """Dataset to fetch beside the weights (tiny brings its own)."""
+    init: Literal["base", "random"] = "base"
+    """random: weights from the seed with the exact shapes, no source checkpoint."""
+    seed: int = Field(0, ge=0)
+    """Seeds tiny's pre-training and random weights."""
+    num_layers: int | None = Field(None, ge=1)
+    """Keep only the first N layers; default is what the model name says."""
+    workers: int = Field(0, ge=0)
+    """Processes that convert; 0 takes the processors there are, at most 8. torchrun's ranks win."""
+    to_hf: Path | None = None
+    """Write the base back as a Hugging Face checkpoint (bfloat16) into this folder."""
+    verify: bool = False
+    """Read a finished base again and compare every checksum."""
+    force: bool = False
+    """Build again what is there already."""
+    dry_run: bool = False
+    """Say what would be read, written and downloaded; do nothing."""
+
+
 TINY_DEFAULTS: dict[str, dict[str, Any]] = {
     "": {"dtype": "float32", "device": "cpu"},
     "selection": {"lora_rank": 8, "lora_alpha": 16.0},

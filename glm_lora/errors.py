@@ -76,6 +76,12 @@ class RunError(GlmLoraError, RuntimeError):
     """A run that had started cannot go on."""
 
 
+class Interrupted(RunError):
+    """The user asked the run to stop; everything is saved."""
+
+    exit_code = 130
+
+
 class TrainingError(RunError):
     """The training step found something that must not happen (dead adapter, NaN, drift)."""
 

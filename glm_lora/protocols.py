@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -186,12 +186,12 @@ class Trainer(Protocol):
         """The adapter as it is now, gathered from all ranks, in serving names."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write adapter, optimizer and generators so that ``load`` continues exactly."""
+    def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write adapter, optimizer and generators, and the driver's own ``extra`` (JSON values)."""
         ...
 
-    def load(self, folder: Path) -> None:
-        """Continue from what ``save`` wrote, at any topology."""
+    def load(self, folder: Path) -> Mapping[str, Any]:
+        """Continue exactly from what ``save`` wrote, at any topology; returns ``extra``."""
         ...
 
     def verify_base(self) -> str:

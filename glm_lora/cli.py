@@ -1,0 +1,278 @@
+"""The command line: targets | prepare | train | export | eval | report | doctor.
+
+Parsing, validation, ``--help`` and ``targets`` never import torch. Exit codes: 0 done; 2 the
+command or a file given is wrong (nothing was started); 1 a run failed; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from glm_lora import __version__, settings
+from glm_lora.arch.spec import builtin
+from glm_lora.config import TINY_DEFAULTS, PrepareConfig, SelectionConfig, TrainConfig, build
+from glm_lora.errors import ConfigError, GlmLoraError
+from glm_lora.options import collect, merge, with_options
+
+app = typer.Typer(
+    name="glm-lora",
+    help="Train LoRA adapters for GLM-5.3-Flash with reinforcement learning.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+ModelName = Annotated[
+    str, typer.Option("--model-name", help="GLM-5.3-Flash, GLM-5.3-Flash-4layer or tiny.")
+]
+ModelDir = Annotated[
+    Path | None, typer.Option(help="Checkpoints (default ~/.cache/glm-lora/models).")
+]
+CkptDir = Annotated[Path | None, typer.Option(help="Bases (default ~/.cache/glm-lora/ckpt).")]
+DataDir = Annotated[Path | None, typer.Option(help="Datasets (default ~/.cache/glm-lora/data).")]
+DEFAULT_MODEL = "GLM-5.3-Flash-4layer"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    show_traceback = "--traceback" in arguments
+    try:
+        app(args=[a for a in arguments if a != "--traceback"], prog_name="glm-lora")
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    except GlmLoraError as error:
+        if show_traceback:
+            err.print_exception()
+        _show(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        err.print("stopped")
+        return 130
+    return 0
+
+
+def _show(error: GlmLoraError) -> None:
+    """An error as a short box: what (with the value), what is expected, the next step."""
+    body = Text(error.what)
+    if error.expected:
+        body.append(f"\nexpected: {error.expected}")
+    if error.next_step:
+        body.append(f"\nnext: {error.next_step}")
+    err.print(Panel(body, title=type(error).__name__, title_align="left", border_style="red"))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"glm-lora {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Train LoRA adapters for GLM-5.3-Flash with reinforcement learning."""
+
+
+@app.command()
+@with_options(
+    SelectionConfig,
+    skip=("lora_dropout",),
+    other_defaults={"": TINY_DEFAULTS["selection"]},
+    repeatable=("target_modules", "exclude_modules"),
+)
+def targets(
+    model_name: ModelName = DEFAULT_MODEL,
+    hf_checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder with config.json (and index) to read instead.")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Adapter recipe (TOML) instead of the selection options.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    list_sites: Annotated[bool, typer.Option("--list", help="Show every site.")] = False,
+    explain: Annotated[str, typer.Option(metavar="NAME", help="Explain one site.")] = "",
+    **given: Any,
+) -> None:
+    """Show exactly what a selection trains, before anything is started."""
+    from glm_lora.targets.report import run_targets
+
+    tiny = TINY_DEFAULTS["selection"] if model_name == settings.TINY else {}
+    config = _selection(adapter, collect(SelectionConfig, given), tiny)
+    text = run_targets(
+        model_name=model_name,
+        config=config,
+        hf_checkpoint=hf_checkpoint,
+        as_json=json,
+        list_sites=list_sites,
+        explain=explain,
+    )
+    typer.echo(text)
+
+
+def _selection(
+    adapter: Path | None, given: dict[str, Any], tiny: dict[str, Any]
+) -> SelectionConfig:
+    """The selection from a recipe file or from options, which exclude each other."""
+    if adapter is None:
+        return build(SelectionConfig, merge(tiny, given))
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(
+            f"--adapter {adapter} was given together with {flags}",
+            "a recipe file or selection options, not both",
+        )
+    from glm_lora.targets.recipes import load_recipe
+
+    return load_recipe(adapter)
+
+
+@app.command()
+@with_options(
+    TrainConfig,
+    skip=("model_name", "hf_checkpoint", "ref_load", "run_dir", "launcher"),
+    other_defaults=TINY_DEFAULTS,
+    repeatable=("target_modules", "exclude_modules", "prompt_data"),
+)
+def train(
+    model_name: ModelName = DEFAULT_MODEL,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Adapter recipe (TOML) instead of the selection options.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Run folder (default runs/<model>-<time>).")
+    ] = None,
+    launcher: Annotated[
+        str,
+        typer.Option(
+            help="ray, torchrun or inline (default ray; torchrun where it started this process)."
+        ),
+    ] = "",
+    hf_checkpoint: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder (default <model-dir>/<name>).")
+    ] = None,
+    ref_load: Annotated[
+        Path | None,
+        typer.Option(help="torch_dist base (default <ckpt-dir>/<name>_torch_dist)."),
+    ] = None,
+    model_dir: ModelDir = None,
+    ckpt_dir: CkptDir = None,
+    data_dir: DataDir = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --run-dir.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the run in --run-dir.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+    ] = False,
+    **given: Any,
+) -> None:
+    """Train an adapter: sample, score, train, sync, until the last rollout."""
+    from glm_lora.cluster.plan import plan
+    from glm_lora.report.console import ConsoleListener
+
+    values = collect(TrainConfig, given)
+    world = settings.torchrun_world()
+    chosen = launcher or ("torchrun" if world else "ray")
+    for name, value in (
+        ("run_dir", run_dir), ("hf_checkpoint", hf_checkpoint), ("ref_load", ref_load),
+    ):  # fmt: skip
+        if value is not None:
+            values[name] = str(value.expanduser())
+    if adapter is not None:
+        values["selection"] = _selection(adapter, values.get("selection", {}), {}).model_dump()
+    values |= {"model_name": model_name, "launcher": chosen}
+    config = settings.resolve_train(
+        values,
+        models=settings.model_dir(model_dir),
+        ckpts=settings.ckpt_dir(ckpt_dir),
+        data=settings.data_dir(data_dir),
+        world_size=world[1] if world and chosen == "torchrun" else None,
+    )
+    if resume and run_dir is None:
+        raise ConfigError("--resume without --run-dir", "the folder of the run to continue")
+    checked = plan(config)
+    leading = world is None or world[0] == 0
+    if leading:
+        _announce(checked)
+    if dry_run:
+        return
+    from glm_lora.cluster.driver import train as run_training
+
+    console = out if leading else Console(quiet=True)
+    with ConsoleListener(console, 0, config.rollout.num_rollout) as listener:
+        folder = run_training(checked, listener, resume=resume, force=force)
+    if folder is not None:
+        out.print(f"run folder  {folder.path}")
+        out.print(f"metrics     {folder.metrics}")
+        out.print(f"adapter     {folder.adapter}")
+
+
+@app.command()
+@with_options(PrepareConfig, skip=("model_name", "hf_checkpoint", "ref_load", "data_dir"))
+def prepare(
+    model_name: ModelName = DEFAULT_MODEL,
+    hf_checkpoint: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder (default <model-dir>/<name>).")
+    ] = None,
+    ref_load: Annotated[
+        Path | None,
+        typer.Option(help="torch_dist base to write (default <ckpt-dir>/<name>_torch_dist)."),
+    ] = None,
+    model_dir: ModelDir = None,
+    ckpt_dir: CkptDir = None,
+    data_dir: DataDir = None,
+    **given: Any,
+) -> None:
+    """Make the checkpoint, the torch_dist base and the prompt files that train reads."""
+    builtin(model_name)
+    values = collect(PrepareConfig, given) | {
+        "model_name": model_name,
+        "hf_checkpoint": hf_checkpoint
+        or settings.hf_path(model_name, settings.model_dir(model_dir)),
+        "ref_load": ref_load or settings.base_path(model_name, settings.ckpt_dir(ckpt_dir)),
+        "data_dir": settings.data_dir(data_dir),
+    }
+    config = build(PrepareConfig, values)
+    from glm_lora.checkpoint.prepare import prepare as run_prepare
+    from glm_lora.report.console import prepare_progress
+
+    with prepare_progress(out) as report:
+        result = run_prepare(config, report)
+    if config.dry_run:
+        for line in result.plan:
+            out.print(line)
+        return
+    for name, count in result.skipped.items():
+        out.print(f"skipped     {count} tensors: {name}")
+    out.print(f"made        {', '.join(result.made) or 'nothing, all was there'}")
+    out.print(f"checkpoint  {result.hf_checkpoint}")
+    out.print(f"base        {result.ref_load}")
+    for path in result.data.values():
+        out.print(f"prompts     {path}")
+    out.print(f"fingerprint {result.fingerprint}")
+
+
+def _announce(checked: Any) -> None:
+    config, selection = checked.config, checked.selection
+    out.print(
+        f"{config.model_name}: {selection.num_sites} projections, "
+        f"{selection.trainable_parameters:,} trainable parameters at rank {selection.rank}; "
+        f"{config.launcher}, {config.world_size} trainer rank(s), "
+        f"{config.rollout.rollout_engine} engine; {config.rollout.num_rollout} rollouts of "
+        f"{config.rollout.rollout_batch_size} x {config.rollout.n_samples_per_prompt} samples"
+    )
+    for line in checked.resolution.warnings:
+        out.print(f"note: {line}")

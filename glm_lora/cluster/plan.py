@@ -1,0 +1,43 @@
+"""A checked command: all that can be known before anything starts. No torch, nothing written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.config import TrainConfig
+from glm_lora.settings import spec_of
+from glm_lora.targets.resolve import Resolution, resolve
+from glm_lora.targets.selection import Selection
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a ``train`` command will do."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    resolution: Resolution
+    base: dict[str, Any]
+    """What identifies the base; ``fingerprint`` among it."""
+
+    @property
+    def selection(self) -> Selection:
+        """What is trained."""
+        return self.resolution.selection
+
+
+def plan(config: TrainConfig) -> Plan:
+    """Resolve the selection and check the base.
+
+    Raises:
+        UserError, CheckpointError: The command or a file it names is wrong.
+    """
+    spec = spec_of(config.model_name, config.hf_checkpoint)
+    resolution = resolve(spec, config.model_name, config.selection)
+    # After the selection: a wrong target is reported even where no base exists yet.
+    from glm_lora.checkpoint.manifest import check_base
+
+    manifest = check_base(config.ref_load, spec)
+    return Plan(config, spec, resolution, {"fingerprint": manifest.fingerprint})

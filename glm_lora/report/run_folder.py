@@ -1,0 +1,215 @@
+"""The run folder: what a run leaves behind, and who may write to it.
+
+``config.toml`` (resolved), ``selection.json``, ``base.json`` (fingerprint), ``metrics.jsonl``,
+``checkpoints/iter_*``, ``adapter/`` (PEFT) and ``logs/``. A folder that already holds a run is
+refused unless the run is resumed or overwritten on purpose, and two processes never write to one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from glm_lora.checkpoint.files import write_atomic
+from glm_lora.config import TrainConfig, from_toml, to_toml
+from glm_lora.errors import ConfigError, RunError
+from glm_lora.targets.selection import Selection
+
+CONFIG, SELECTION, BASE_FILE, METRICS = (
+    "config.toml",
+    "selection.json",
+    "base.json",
+    "metrics.jsonl",
+)
+_MAY_CHANGE_ON_RESUME = frozenset(
+    {
+        "run_dir", "hf_checkpoint", "ref_load", "launcher", "ray_address", "num_nodes",
+        "num_gpus_per_node", "save_interval", "keep_last", "tensorboard", "wandb", "device",
+    }
+)  # fmt: skip
+_MAY_CHANGE_IN_ROLLOUT = frozenset(
+    {"num_rollout", "rollout_engine", "eval_interval", "eval_prompt_data", "logprob_diff_limit"}
+)
+
+
+class RunFolder:
+    """A run folder that this process has opened for writing.
+
+    Use ``RunFolder.create`` or ``RunFolder.resume``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = _lock(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Training state, one folder per saved rollout."""
+        return self.path / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        """The exported PEFT adapter."""
+        return self.path / "adapter"
+
+    @property
+    def logs(self) -> Path:
+        """Log files and TensorBoard events."""
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per rollout."""
+        return self.path / METRICS
+
+    @classmethod
+    def create(
+        cls, config: TrainConfig, selection: Selection, base: Mapping[str, Any], *, force: bool
+    ) -> RunFolder:
+        """Make the folder of a new run.
+
+        Args:
+            config: The resolved configuration.
+            selection: What is trained.
+            base: What identifies the base (its fingerprint among it).
+            force: Remove an earlier run in the same folder; other files are never removed.
+
+        Raises:
+            ConfigError: The folder holds a run or other files, or cannot be written.
+        """
+        path = config.run_dir
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            held = sorted(p.name for p in path.iterdir() if p.name != ".lock")
+            if held and (path / CONFIG).exists() and not force:
+                raise ConfigError(
+                    f"--run-dir {path} already holds a run",
+                    "a new folder",
+                    "Continue it with --resume, overwrite it with --force, or name another folder",
+                )
+            if held and not (path / CONFIG).exists():
+                raise ConfigError(
+                    f"--run-dir {path} is not empty ({', '.join(held[:3])} ...)",
+                    "an empty or a new folder",
+                )
+            folder = cls(path)
+            if held:
+                _remove_run(path)
+            folder.checkpoints.mkdir()
+            folder.logs.mkdir()
+            write_atomic(path / SELECTION, selection.to_json())
+            write_atomic(path / BASE_FILE, json.dumps(dict(base), indent=1) + "\n")
+            # Last: a folder without it is not a run.
+            write_atomic(path / CONFIG, to_toml(config))
+        except OSError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"--run-dir {path} cannot be written ({error.strerror or error})",
+                "a folder on a disk with free space that this user may write to",
+            ) from error
+        return folder
+
+    @classmethod
+    def resume(
+        cls, config: TrainConfig, selection: Selection, base: Mapping[str, Any]
+    ) -> RunFolder:
+        """Open the folder of a run that is to continue.
+
+        Raises:
+            ConfigError: No run there, or it was made with another base, selection or configuration
+                (the differences are listed).
+        """
+        path = config.run_dir
+        if not (path / CONFIG).exists():
+            raise ConfigError(f"--resume: {path} holds no run", "the --run-dir of an earlier run")
+        differences = _differences(from_toml(TrainConfig, path / CONFIG), config)
+        stored = json.loads((path / SELECTION).read_text(encoding="utf-8")).get("hash")
+        if stored != selection.hash:
+            differences.append("selection: other sites, ranks, alpha or dropout")
+        stored_base = json.loads((path / BASE_FILE).read_text(encoding="utf-8"))
+        if stored_base.get("fingerprint") != base.get("fingerprint"):
+            differences.append(
+                f"base: {stored_base.get('fingerprint')} then, {base.get('fingerprint')} now"
+            )
+        if differences:
+            raise ConfigError(
+                f"--resume: {path} was made with other settings: " + "; ".join(differences),
+                "the settings it was started with",
+            )
+        folder = cls(path)
+        write_atomic(path / CONFIG, to_toml(config))
+        return folder
+
+    def close(self) -> None:
+        """Give the folder's lock back."""
+        os.close(self._lock)
+
+
+def _lock(path: Path) -> int:
+    handle = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(
+            f"--run-dir {path} is in use by another process", "a folder of its own per run"
+        ) from None
+    return handle
+
+
+def _remove_run(path: Path) -> None:
+    (path / CONFIG).unlink()
+    for name in (SELECTION, BASE_FILE, METRICS, "report.html"):
+        (path / name).unlink(missing_ok=True)
+    for name in ("checkpoints", "adapter", "logs", "report"):
+        if (path / name).exists():
+            shutil.rmtree(path / name)
+
+
+def _differences(then: TrainConfig, now: TrainConfig) -> list[str]:
+    found: list[str] = []
+    old, new = then.model_dump(mode="json"), now.model_dump(mode="json")
+    for key, value in old.items():
+        if key in _MAY_CHANGE_ON_RESUME or key in ("parallel", "selection"):
+            continue
+        if not isinstance(value, dict):
+            if value != new[key]:
+                found.append(f"{key}: {value!r} then, {new[key]!r} now")
+            continue
+        for name, inner in value.items():
+            allowed = key == "rollout" and name in _MAY_CHANGE_IN_ROLLOUT
+            if inner != new[key][name] and not allowed:
+                found.append(f"{key}.{name}: {inner!r} then, {new[key][name]!r} now")
+    return found
+
+
+def truncate_metrics(path: Path, rollouts: int) -> None:
+    """Drop metric lines of rollouts that will be run again after a resume."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line that was being written when the earlier run died
+        if record.get("rollout/step", rollouts) < rollouts:
+            kept.append(line)
+    write_atomic(path, "".join(line + "\n" for line in kept))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All metric records of a run; RunError names a line that is not valid JSON."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise RunError(f"{path} line {number} is not valid JSON: {error}") from error
+    return records

@@ -1,0 +1,102 @@
+"""Where metrics go: ``metrics.jsonl`` always, TensorBoard by default, W&B on request.
+
+NaN and infinity are written as the strings "NaN", "Infinity" and "-Infinity": JSON has no spelling
+for them, and dropping or zeroing them would hide what they say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from glm_lora.errors import ConfigError
+
+STEP_KEY = "rollout/step"
+
+
+class MetricSink(Protocol):
+    """Takes the scalars of one rollout."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record ``metrics`` of rollout ``step``."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release."""
+        ...
+
+
+def _jsonable(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+class JsonlSink:
+    """One JSON object per rollout, on disk when ``log`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line."""
+        record = {STEP_KEY: step, **{k: _jsonable(v) for k, v in metrics.items()}}
+        self._stream.write(json.dumps(record, allow_nan=False) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+class TensorBoardSink:
+    """Event files for TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        # tensorboard itself, without torch.utils: its writer is enough for scalars.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one event that holds every scalar."""
+        import time
+
+        values = [self._summary.Value(tag=k, simple_value=v) for k, v in metrics.items()]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases; its own settings say where (offline too)."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "--wandb: the package wandb is not installed",
+                next_step="Install it with: pip install 'glm-lora[wandb]'",
+            ) from None
+        self._run = wandb.init(project="glm-lora", dir=str(folder), config=dict(config))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the scalars of one rollout."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()

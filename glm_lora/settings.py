@@ -1,0 +1,173 @@
+"""From what the user typed to one resolved ``TrainConfig``: model defaults, paths, shapes.
+
+No torch. Options that were not given take the model's defaults (``config.TINY_DEFAULTS`` for the
+embedded tiny model, the recipe's otherwise), paths follow ``--model-dir``, ``--ckpt-dir`` and
+``--data-dir``, and the parallel shape follows the number of GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from glm_lora.arch.spec import BUILTIN, ModelSpec, builtin, spec_from_dir
+from glm_lora.config import TINY_DEFAULTS, TrainConfig, build
+from glm_lora.errors import ConfigError
+from glm_lora.options import merge
+
+CACHE = Path("~/.cache/glm-lora")
+TINY = "tiny"
+RECIPE_GPUS_PER_NODE = 8
+
+
+def model_dir(given: Path | None) -> Path:
+    """Folder of Hugging Face checkpoints."""
+    return (given or CACHE / "models").expanduser()
+
+
+def ckpt_dir(given: Path | None) -> Path:
+    """Folder of torch_dist bases."""
+    return (given or CACHE / "ckpt").expanduser()
+
+
+def data_dir(given: Path | None) -> Path:
+    """Folder of datasets."""
+    return (given or CACHE / "data").expanduser()
+
+
+def hf_path(name: str, models: Path) -> Path:
+    """Default folder of a model's Hugging Face checkpoint."""
+    return models / name
+
+
+def base_path(name: str, ckpts: Path) -> Path:
+    """Default folder of a model's torch_dist base."""
+    return ckpts / f"{name}_torch_dist"
+
+
+def spec_of(model_name: str, hf_checkpoint: Path) -> ModelSpec:
+    """The model's shape: its own config.json where there is one, else the built-in description.
+
+    Raises:
+        ModelError: The name is unknown and the folder holds no usable config.json, or the folder's
+            config.json describes another model than the built-in one of that name.
+    """
+    if (hf_checkpoint / "config.json").exists():
+        spec = spec_from_dir(hf_checkpoint)
+        if model_name in BUILTIN:
+            _check_same_shape(model_name, spec, hf_checkpoint)
+            return spec.first_layers(builtin(model_name).num_hidden_layers)
+        return spec
+    return builtin(model_name)
+
+
+def _check_same_shape(model_name: str, spec: ModelSpec, folder: Path) -> None:
+    known = builtin(model_name)
+    if spec.num_hidden_layers < known.num_hidden_layers:
+        found, wanted = spec.num_hidden_layers, known.num_hidden_layers
+        differences = [f"num_hidden_layers {found}, not {wanted}"]
+    else:
+        cut = spec.first_layers(known.num_hidden_layers)
+        differences = [
+            f"{name} {getattr(cut, name)}, not {getattr(known, name)}"
+            for name in (
+                "hidden_size", "vocab_size", "layer_types", "mlp_layer_types", "n_routed_experts",
+                "linear_num_heads", "num_attention_heads", "intermediate_size", "index_kpool",
+            )
+            if getattr(cut, name) != getattr(known, name)
+        ]  # fmt: skip
+    if differences:
+        raise ConfigError(
+            f"{folder}/config.json is not {model_name}: " + "; ".join(differences),
+            f"the configuration of {model_name}",
+            "Name the right folder with --hf-checkpoint, or the right model with --model-name",
+        )
+
+
+def default_run_dir(model_name: str) -> Path:
+    """``runs/<model>-<time>`` in the working directory."""
+    return Path("runs") / f"{model_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def resolve_train(
+    values: Mapping[str, Any],
+    *,
+    models: Path,
+    ckpts: Path,
+    data: Path,
+    world_size: int | None = None,
+) -> TrainConfig:
+    """Lay the given options over the model's defaults.
+
+    Args:
+        values: Nested options that were given (``options.collect``).
+        models: Folder of Hugging Face checkpoints.
+        ckpts: Folder of torch_dist bases.
+        data: Folder of datasets.
+        world_size: Number of ranks when torchrun has started them already.
+
+    Raises:
+        ConfigError: A value out of range, or a shape that cannot work.
+    """
+    name = values.get("model_name", TrainConfig.model_fields["model_name"].default)
+    tiny = name == TINY
+    nodes = values.get("num_nodes", 1)
+    gpus = values.get("num_gpus_per_node", 1 if tiny else RECIPE_GPUS_PER_NODE)
+    if world_size is not None:
+        nodes, gpus = values.get("num_nodes", 1), world_size // max(1, values.get("num_nodes", 1))
+    defaults: dict[str, Any] = {
+        "model_name": name,
+        "hf_checkpoint": str(hf_path(name, models)),
+        "ref_load": str(base_path(name, ckpts)),
+        "run_dir": str(default_run_dir(name)),
+        "num_nodes": nodes,
+        "num_gpus_per_node": gpus,
+        "rollout": {"prompt_data": _default_prompts(name, data)},
+    }
+    if not tiny:
+        defaults["parallel"] = {
+            "tensor_model_parallel_size": min(8, gpus),
+            "expert_model_parallel_size": nodes * gpus,
+        }
+    config = build(TrainConfig, merge(defaults, _tiny(tiny), values))
+    _check_shape(config)
+    return config
+
+
+def _tiny(tiny: bool) -> dict[str, Any]:
+    if not tiny:
+        return {}
+    return merge(TINY_DEFAULTS[""], {k: v for k, v in TINY_DEFAULTS.items() if k})
+
+
+def _default_prompts(name: str, data: Path) -> tuple[str, ...]:
+    if name == TINY:
+        return (str(data / TINY / "prompts.jsonl"),)
+    return (str(data / "dapo-math-17k" / "dapo-math-17k.jsonl"),)
+
+
+def _check_shape(config: TrainConfig) -> None:
+    parallel = config.parallel
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    if config.world_size % model_ranks:
+        raise ConfigError(
+            f"{config.world_size} ranks do not divide into tensor x pipeline parallel groups of "
+            f"{model_ranks}",
+            f"a multiple of {model_ranks} ranks (num_nodes x num_gpus_per_node)",
+        )
+    if config.launcher == "inline" and config.world_size != 1:
+        raise ConfigError(
+            f"--launcher inline with {config.world_size} ranks",
+            "one rank",
+            "Use --launcher ray, or torchrun",
+        )
+
+
+def torchrun_world() -> tuple[int, int] | None:
+    """(rank, world size) when torchrun started this process, else None."""
+    if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

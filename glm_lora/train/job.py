@@ -1,0 +1,149 @@
+"""The parts of one run, and what happens around the loop: phases, records, checkpoints, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm_lora.checkpoint.train_state import (
+    iteration_folder,
+    latest_checkpoint,
+    prune_checkpoints,
+)
+from glm_lora.config import TrainConfig
+from glm_lora.errors import CheckpointError
+from glm_lora.export.peft import export_peft
+from glm_lora.protocols import AdapterState, Capabilities, RolloutEngine, Trainer
+from glm_lora.report.console import Listener
+from glm_lora.report.run_folder import RunFolder, truncate_metrics
+from glm_lora.report.sinks import MetricSink
+from glm_lora.rl.metrics import health_lines
+from glm_lora.rl.rewards import Reward
+from glm_lora.rl.stream import PromptStream
+from glm_lora.targets.selection import Selection
+from glm_lora.train.experience import Sampler
+
+
+class Recorder:
+    """Collects the scalars of one rollout and hands them to the sinks once."""
+
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+        self._sinks = list(sinks)
+        self._current: dict[str, float] = {}
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add scalars to the present rollout; a time that comes twice is summed."""
+        for key, value in metrics.items():
+            summed = key.startswith("time/") and key in self._current
+            self._current[key] = self._current[key] + value if summed else value
+
+    def flush(self, step: int) -> dict[str, float]:
+        """Write the present rollout and begin the next."""
+        done, self._current = self._current, {}
+        for sink in self._sinks:
+            sink.log(step, done)
+        return done
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+
+@dataclass
+class StopRequest:
+    """Set by a signal handler; the loop looks at it where stopping is safe."""
+
+    requested: bool = False
+
+
+@dataclass
+class Job:
+    """The parts of one run; ``cluster.driver`` builds it, ``pipeline.run`` uses it."""
+
+    config: TrainConfig
+    selection: Selection
+    trainer: Trainer
+    engine: RolloutEngine
+    prompts: PromptStream
+    reward: Reward
+    sampler: Sampler
+    decode: Callable[[Sequence[int]], str]
+    probe_tokens: tuple[int, ...]
+    """A fixed prompt whose log-probabilities are compared after every sync."""
+    base_model: str
+    """Name of the base in the exported adapter's configuration."""
+    folder: RunFolder
+    sinks: Sequence[MetricSink]
+    listener: Listener
+    resume: bool = False
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(self.sinks)
+        self.capabilities: Capabilities = self.engine.capabilities()
+
+    @property
+    def dtype(self) -> str:
+        """The less exact compute dtype of trainer and engine."""
+        both = (self.config.dtype, self.capabilities.dtype)
+        return "bfloat16" if "bfloat16" in both else "float32"
+
+    @property
+    def sync_dtype(self) -> str:
+        """Adapters travel in the engine's own dtype."""
+        return self.capabilities.dtype
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show a phase and record its seconds."""
+        self.listener.phase(name)
+        start = time.perf_counter()
+        yield
+        self.recorder.add({f"time/{name}": time.perf_counter() - start})
+
+    def restore(self) -> int:
+        """Load the last checkpoint when resuming; returns the next rollout's number."""
+        if not self.resume:
+            return 0
+        folder = latest_checkpoint(self.folder.path)
+        if folder is None:
+            raise CheckpointError(
+                f"--resume: {self.folder.path} holds no finished checkpoint",
+                "a run that saved at least once",
+                "Start it anew with --force",
+            )
+        extra = self.trainer.load(folder)
+        self.prompts.load_state_dict(extra["prompts"])
+        truncate_metrics(self.folder.metrics, extra["rollouts"])
+        self.listener.note(f"continuing after rollout {extra['rollouts'] - 1} from {folder}")
+        return int(extra["rollouts"])
+
+    def save(self, rollouts: int) -> None:
+        """Write a checkpoint after ``rollouts`` rollouts and drop the oldest ones."""
+        extra: dict[str, Any] = {"rollouts": rollouts, "prompts": self.prompts.state_dict()}
+        with self.phase("save"):
+            self.trainer.save(iteration_folder(self.folder.path, rollouts), extra)
+            prune_checkpoints(self.folder.path, self.config.keep_last)
+
+    def finish_rollout(self, step: int) -> None:
+        """Write the rollout's metrics, say what is out of its band, save when it is due."""
+        metrics = self.recorder.flush(step)
+        self.listener.rollout(step, metrics)
+        for line in health_lines(metrics):
+            self.listener.note(line)
+        interval = self.config.save_interval
+        done = step + 1
+        if interval and done % interval == 0 and done < self.config.rollout.num_rollout:
+            self.save(done)
+
+    def export(self, adapter: AdapterState) -> None:
+        """Write the PEFT adapter into the run folder, over the one of an earlier finish."""
+        self.listener.phase("export")
+        if self.folder.adapter.exists():
+            shutil.rmtree(self.folder.adapter)
+        export_peft(adapter, self.folder.adapter, self.base_model)
