@@ -1,0 +1,240 @@
+"""Writing a base part by part: bounded memory, resumable, by any number of processes.
+
+A base is written in parts, one data file each, that hold whole tensors (a tensor larger than
+``PART_BYTES`` has a part of its own). A tensor is written in chunks of rows of at most
+``CHUNK_BYTES``, hashed on the way, so memory does not depend on the size of anything. A part
+counts as finished when its sidecar (sizes and hashes) is there; ``.metadata``, the manifest and the
+tracker file come last. The files are what ``torch.distributed.checkpoint`` writes: one
+``torch.save`` record per chunk, and a pickled ``Metadata``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from glm_lora.arch.projections import Param
+from glm_lora.checkpoint.files import write_atomic
+from glm_lora.errors import CheckpointError
+from glm_lora.fingerprint import TensorRecord, tensor_bytes
+
+CHUNK_BYTES = 64 * 2**20
+PART_BYTES = 512 * 2**20
+READ_AHEAD = 2
+"""Chunks that are read and dequantised while another one is written."""
+
+
+class BaseSource(Protocol):
+    """Where the values of a base come from."""
+
+    def dtype(self, param: Param) -> torch.dtype:
+        """The dtype in which ``param`` is stored in the base."""
+        ...
+
+    def rows(self, param: Param, start: int, stop: int) -> torch.Tensor:
+        """Indices ``start`` to ``stop`` of axis 0 of ``param``, contiguous, in that dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tensors of one data file."""
+
+    index: int
+    keys: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def file_name(self) -> str:
+        """Name of the data file (torch_dist's pattern)."""
+        return f"__{self.index}_0.distcp"
+
+    @property
+    def sidecar_name(self) -> str:
+        """Name of the file that says the part is finished."""
+        return f"__{self.index}_0.json"
+
+
+def plan_parts(
+    params: Mapping[str, Param], source: BaseSource, limit: int | None = None
+) -> list[Part]:
+    """Group the parameters, in order, into parts of at most ``limit`` bytes or one tensor."""
+    limit = PART_BYTES if limit is None else limit
+    groups: list[tuple[list[str], int]] = []
+    for key, param in params.items():
+        nbytes = param.numel * source.dtype(param).itemsize
+        if groups and groups[-1][1] + nbytes <= limit:
+            groups[-1] = ([*groups[-1][0], key], groups[-1][1] + nbytes)
+        else:
+            groups.append(([key], nbytes))
+    return [Part(i, tuple(keys), nbytes) for i, (keys, nbytes) in enumerate(groups)]
+
+
+def write_part(
+    folder: Path,
+    part: Part,
+    params: Mapping[str, Param],
+    source: BaseSource,
+    wrote: Callable[[int], None],
+) -> None:
+    """Write one data file and then its sidecar; ``wrote`` is told the bytes of each chunk."""
+    path = folder / part.file_name
+    temporary = path.with_name(path.name + ".tmp")
+    tensors: list[dict[str, Any]] = []
+    with temporary.open("wb") as file, ThreadPoolExecutor(READ_AHEAD) as pool:
+        for key in part.keys:
+            param = params[key]
+            digest, chunks = hashlib.sha256(), []
+            for start, value in _chunks(param, source, pool):
+                hashing = pool.submit(digest.update, tensor_bytes(value))
+                offset = file.tell()
+                torch.save(value, file)
+                chunks.append([start, list(value.shape), offset, file.tell() - offset])
+                hashing.result()
+                wrote(value.nbytes)
+            dtype = str(source.dtype(param)).removeprefix("torch.")
+            tensors.append(
+                {
+                    "key": key,
+                    "dtype": dtype,
+                    "shape": list(param.shape),
+                    "sha256": digest.hexdigest(),
+                    "chunks": chunks,
+                }
+            )
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    temporary.replace(path)
+    sidecar = {"file": path.name, "size": size, "tensors": tensors}
+    write_atomic(folder / part.sidecar_name, json.dumps(sidecar))
+
+
+def _chunks(
+    param: Param, source: BaseSource, pool: ThreadPoolExecutor
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The rows of one parameter in order, read ahead; checks shape and dtype of each chunk."""
+    dtype, count = source.dtype(param), param.shape[0]
+    row_bytes = param.numel // count * dtype.itemsize
+    step = max(1, CHUNK_BYTES // row_bytes)
+    spans = [(start, min(count, start + step)) for start in range(0, count, step)]
+    ahead = [pool.submit(source.rows, param, *span) for span in spans[:READ_AHEAD]]
+    for i, (start, stop) in enumerate(spans):
+        value = ahead.pop(0).result()
+        if i + READ_AHEAD < len(spans):
+            ahead.append(pool.submit(source.rows, param, *spans[i + READ_AHEAD]))
+        assert value.dtype is dtype, f"{param.key}: {value.dtype} instead of {dtype}"
+        assert tuple(value.shape) == (stop - start, *param.shape[1:]), param.key
+        yield start, value
+
+
+def read_sidecar(folder: Path, part: Part) -> dict[str, Any] | None:
+    """The sidecar of a part, or None when the part is not finished."""
+    try:
+        sidecar = json.loads((folder / part.sidecar_name).read_text(encoding="utf-8"))
+        size = (folder / part.file_name).stat().st_size
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    keys = tuple(tensor["key"] for tensor in sidecar["tensors"])
+    return sidecar if sidecar["size"] == size and keys == part.keys else None
+
+
+def write_metadata(folder: Path, sidecars: Sequence[Mapping[str, Any]]) -> list[TensorRecord]:
+    """Write ``common.pt``, ``metadata.json`` and ``.metadata``; returns the tensors' records."""
+    state: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    records: list[TensorRecord] = []
+    for sidecar in sidecars:
+        for tensor in sidecar["tensors"]:
+            key, shape = tensor["key"], tuple(tensor["shape"])
+            records.append(TensorRecord(key, tensor["dtype"], shape, tensor["sha256"]))
+            chunks = []
+            for start, size, offset, length in tensor["chunks"]:
+                offsets = torch.Size((start, *[0] * (len(shape) - 1)))
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(size)))
+                index = MetadataIndex(key, offsets)
+                storage[index] = _StorageInfo(sidecar["file"], offset, length)
+            properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
+            state[key] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    torch.save({}, folder / "common.pt")
+    config = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    write_atomic(folder / "metadata.json", json.dumps(config))
+    write_atomic(folder / ".metadata", pickle.dumps(Metadata(state, {}, storage)))
+    return records
+
+
+def stored_chunks(
+    release: Path, metadata: Metadata, key: str
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """The chunks of one stored tensor with their offsets, in row-major order, one at a time.
+
+    Raises:
+        CheckpointError: The data file is truncated or damaged.
+    """
+    stored = metadata.state_dict_metadata[key]
+    assert isinstance(stored, TensorStorageMetadata)
+    for chunk in sorted(stored.chunks, key=lambda c: tuple(c.offsets)):
+        info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        path = release / info.relative_path
+        try:
+            with path.open("rb") as file:
+                file.seek(info.offset)
+                value = torch.load(_Window(file, info.offset, info.length), weights_only=True)  # pyright: ignore
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{path} is damaged at {key}: {error}",
+                "a complete data file",
+                "Run glm-lora prepare --force",
+            ) from error
+        yield tuple(chunk.offsets), value
+
+
+class _Window:
+    """A read-only file that shows ``length`` bytes of another one, from ``start``."""
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+
+    def read(self, size: int = -1) -> bytes:
+        left = self._length - self.tell()
+        return self._file.read(left if size < 0 else min(size, left))
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        return self._file.readinto(view[: max(0, self._length - self.tell())])
+
+    def readline(self) -> bytes:
+        return self._file.readline(self._length - self.tell())
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
+        self._file.seek(self._start + base + offset)
+        return self.tell()
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seekable(self) -> bool:
+        return True

@@ -1,0 +1,98 @@
+"""Writing files and folders so that a crash never leaves something that looks finished."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from glm_lora.errors import CheckpointError
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a small file: whole or not at all, on disk when this returns."""
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_folder(finished: Path, target: Path) -> None:
+    """Put ``finished`` where ``target`` is; an existing target is removed only after the swap."""
+    old = target.with_name(f"{target.name}.old")
+    if old.exists():
+        shutil.rmtree(old)
+    if target.exists():
+        target.rename(old)
+    finished.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder that can be written to.
+
+    Raises:
+        CheckpointError: A file is in the way, or there is no permission.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise CheckpointError(f"{folder} is a file", "a folder") from None
+    except OSError as error:
+        raise _write_error(folder, error) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{folder} is not writable", "a folder you may write to")
+
+
+@contextmanager
+def write_errors(folder: Path) -> Iterator[None]:
+    """Turn operating-system errors of the block into a CheckpointError that names ``folder``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise _write_error(folder, error) from error
+
+
+def _write_error(folder: Path, error: OSError) -> CheckpointError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CheckpointError(
+            f"the disk of {folder} is full",
+            "more free space",
+            "Free some space and run the same command again; finished parts are kept",
+        )
+    return CheckpointError(f"{folder} cannot be written: {error}", "a folder you may write to")
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes on the disk that holds ``folder`` (or its nearest existing parent)."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def remove_matching(folder: Path, keep: Callable[[Path], bool]) -> None:
+    """Remove the files and folders directly inside ``folder`` that ``keep`` does not keep."""
+    for path in folder.iterdir():
+        if not keep(path):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

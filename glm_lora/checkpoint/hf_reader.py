@@ -1,0 +1,167 @@
+"""A Hugging Face checkpoint folder: its index, its shards, and its tensors under disk names.
+
+Only headers are read when it is opened. Quantised weights (FP8 e4m3 in 128 x 128 blocks with fp32
+scales, ``X.weight`` beside ``X.weight_scale_inv``) come out dequantised: value times scale in fp32,
+then rounded to bfloat16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm_lora.checkpoint.safetensors_file import (
+    SafetensorsFile,
+    TensorEntry,
+    open_file,
+    read_rows,
+)
+from glm_lora.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+SCALE_SUFFIX = "_scale_inv"
+BLOCK = 128
+"""Rows and columns that share one scale."""
+
+
+def read_index(folder: Path) -> dict[str, str] | None:
+    """The shard of every tensor as the index file tells it; None when there is no index.
+
+    Raises:
+        CheckpointError: The index is damaged or names files outside the folder.
+    """
+    path = folder / INDEX_FILE
+    try:
+        weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error!r}", "an index file") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} lists no tensors", "an index file with a weight_map")
+    for shard in set(weight_map.values()):
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{path} names the shard {shard!r}", "a file name")
+    return weight_map
+
+
+@dataclass(frozen=True)
+class HfReader:
+    """The tensors of a checkpoint folder."""
+
+    folder: Path
+    files: dict[str, SafetensorsFile]
+    """The shards that were opened, by name."""
+    entries: dict[str, TensorEntry]
+    """Every tensor of those shards, by disk name."""
+
+    @classmethod
+    def open(cls, folder: Path, wanted: frozenset[str] | None = None) -> HfReader:
+        """Open the shards of ``folder`` that hold tensors of ``wanted`` (None: all of them).
+
+        Raises:
+            CheckpointError: No safetensors there, a shard missing or damaged, an index that
+                disagrees with the files, or a tensor that two shards hold.
+        """
+        index = read_index(folder)
+        if index is None:
+            if not (folder / SINGLE_FILE).exists():
+                raise CheckpointError(
+                    f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}",
+                    "a Hugging Face checkpoint with safetensors",
+                )
+            shards = [SINGLE_FILE]
+        else:
+            shards = sorted(
+                {shard for name, shard in index.items() if wanted is None or name in wanted}
+            )
+        missing = [s for s in shards if not (folder / s).exists()]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {len(missing)} of {len(shards)} shards ({', '.join(missing[:3])})",
+                "every shard that its index names",
+                "Download the missing files",
+            )
+        files = {shard: open_file(folder / shard) for shard in shards}
+        entries: dict[str, TensorEntry] = {}
+        for shard, file in files.items():
+            for name, entry in file.entries.items():
+                if name in entries:
+                    first = entries[name].path.name
+                    raise CheckpointError(f"{name} is both in {first} and in {shard}")
+                entries[name] = entry
+        if index is not None:
+            _check_index(folder, index, files)
+        return cls(folder, files, entries)
+
+    def identity(self) -> str:
+        """A digest that tells this checkpoint from another one (header, size and samples)."""
+        digest = hashlib.sha256()
+        for name, file in sorted(self.files.items()):
+            digest.update(f"{name}\0{file.identity()}\n".encode())
+        return digest.hexdigest()
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether the tensor is stored as FP8 blocks."""
+        return self.entries[name].dtype is torch.float8_e4m3fn
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows of a tensor, dequantised to bfloat16 when it is stored as FP8."""
+        entry = self.entries[name]
+        if entry.dtype is not torch.float8_e4m3fn:
+            return read_rows(entry, start, stop)
+        stop = entry.shape[0] if stop is None else stop
+        first = start // BLOCK
+        scale = read_rows(self.entries[name + SCALE_SUFFIX], first, -(-stop // BLOCK))
+        return dequantise(read_rows(entry, start, stop), scale, start - first * BLOCK)
+
+
+def _check_index(folder: Path, index: dict[str, str], files: dict[str, SafetensorsFile]) -> None:
+    for name, shard in index.items():
+        if shard in files and name not in files[shard].entries:
+            raise CheckpointError(
+                f"the index of {folder} puts {name} into {shard}, which does not hold it",
+                "an index that agrees with the shards",
+            )
+    for shard, file in files.items():
+        for name in file.entries:
+            if index.get(name) != shard:
+                raise CheckpointError(
+                    f"{shard} in {folder} holds {name}, which the index puts into "
+                    f"{index.get(name, 'no shard')}",
+                    "an index that agrees with the shards",
+                )
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of a quantised matrix: one per started block."""
+    return tuple(-(-n // BLOCK) for n in shape)
+
+
+def dequantise(
+    weight: torch.Tensor, scale: torch.Tensor, skip: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Dequantise FP8 blocks: each value times its block's scale in fp32, then cast.
+
+    Args:
+        weight: ``[R, C]`` float8_e4m3fn.
+        scale: ``[ceil((skip + R) / 128), ceil(C / 128)]`` fp32; both edges may be ragged.
+        skip: Rows of the first block that lie before ``weight``.
+        dtype: Of the result.
+    """
+    rows, columns = weight.shape
+    out = torch.empty(rows, columns, dtype=dtype)
+    scale_RC = scale.repeat_interleave(BLOCK, 1)[:, :columns]
+    position = 0
+    for block in range(scale.shape[0]):
+        stop = min(rows, (block + 1) * BLOCK - skip)
+        # Block by block the fp32 values stay in the cache.
+        out[position:stop] = weight[position:stop].float().mul_(scale_RC[block])
+        position = stop
+    return out

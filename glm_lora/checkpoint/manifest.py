@@ -1,0 +1,114 @@
+"""What a base says about itself: ``release/manifest.json``, and the check before training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.checkpoint.torch_dist import release_folder
+from glm_lora.errors import CheckpointError
+from glm_lora.fingerprint import TensorRecord, fingerprint
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+_NOT_SHAPE = ("eos_token_ids", "pad_token_id")
+"""Fields that do not change a single weight, so a base may be used with other values."""
+
+
+@dataclass(frozen=True)
+class BaseManifest:
+    """The manifest of a finished base."""
+
+    fingerprint: str
+    """Over all tensors; independent of files, ranks and topology."""
+    spec: ModelSpec
+    tensors: tuple[TensorRecord, ...]
+    files: Mapping[str, int]
+    """Size of every data file."""
+    source: Mapping[str, Any]
+    """What it was made from: kind, identity, files with sizes, skipped tensors."""
+    made_with: Mapping[str, str]
+    """Versions of the packages that wrote it."""
+
+    def to_json(self) -> str:
+        """The text of ``manifest.json``."""
+        data = {
+            "schema": SCHEMA,
+            "fingerprint": self.fingerprint,
+            "spec": asdict(self.spec),
+            "source": dict(self.source),
+            "made_with": dict(self.made_with),
+            "files": dict(self.files),
+            "tensors": [list(record) for record in self.tensors],
+        }
+        return json.dumps(data, indent=1) + "\n"
+
+
+def read_manifest(ref_load: Path) -> BaseManifest:
+    """The manifest of the finished base in ``ref_load``.
+
+    Raises:
+        CheckpointError: No finished base, or a manifest that is damaged or of another version.
+    """
+    path = release_folder(ref_load) / MANIFEST
+    again = "Run glm-lora prepare --force"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["schema"] != SCHEMA:
+            raise CheckpointError(f"{path} has schema version {data['schema']!r}", str(SCHEMA))
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data["spec"].items()
+        }
+        spec = ModelSpec(**values)
+        tensors = tuple(TensorRecord(k, d, tuple(s), h) for k, d, s, h in data["tensors"])
+        manifest = BaseManifest(
+            data["fingerprint"], spec, tensors, data["files"], data["source"], data["made_with"]
+        )
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist", "a base with its manifest", again) from None
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error!r}", "a manifest", again) from error
+    if fingerprint(tensors) != manifest.fingerprint:
+        raise CheckpointError(f"{path} does not match its own fingerprint", "", again)
+    return manifest
+
+
+def check_base(ref_load: Path, spec: ModelSpec) -> BaseManifest:
+    """Check, without reading a weight, that ``ref_load`` is a finished base of ``spec``.
+
+    Raises:
+        CheckpointError: Missing, unfinished, a data file missing or truncated, or another model.
+    """
+    manifest = read_manifest(ref_load)
+    check_same_model(manifest.spec, spec, str(ref_load))
+    release = release_folder(ref_load)
+    for name, size in manifest.files.items():
+        path = release / name
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found:,} bytes"
+            raise CheckpointError(
+                f"{path} {what}", f"{size:,} bytes", "Run glm-lora prepare --force"
+            )
+    return manifest
+
+
+def check_same_model(found: ModelSpec, wanted: ModelSpec, what: str) -> None:
+    """Raise CheckpointError naming the first fields in which two models differ."""
+    differences = [
+        f"{f.name} {getattr(found, f.name)!r} instead of {getattr(wanted, f.name)!r}"
+        for f in fields(ModelSpec)
+        if f.name not in _NOT_SHAPE and getattr(found, f.name) != getattr(wanted, f.name)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{what} was made for another model: " + "; ".join(differences[:3]),
+            "a base of the model that is trained",
+            "Name the right one with --ref-load, or prepare this model",
+        )

@@ -1,0 +1,138 @@
+"""The ``prepare`` step: everything that ``train`` reads, made once and recognised afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from glm_lora.arch.spec import TINY, ModelSpec
+from glm_lora.checkpoint.base_build import (
+    build_base,
+    check_target,
+    plan_base,
+    verify_base,
+)
+from glm_lora.checkpoint.base_writer import BaseSource
+from glm_lora.checkpoint.convert import HfSource, open_source, wanted_names
+from glm_lora.checkpoint.files import make_folder, write_errors
+from glm_lora.checkpoint.hf_reader import HfReader
+from glm_lora.checkpoint.manifest import BaseManifest, check_base
+from glm_lora.checkpoint.progress import Report, silent
+from glm_lora.checkpoint.tiny import write_prompts
+from glm_lora.checkpoint.tiny_folder import is_made, make_tiny, read_marker
+from glm_lora.checkpoint.torch_dist import TRACKER
+from glm_lora.config import PrepareConfig
+from glm_lora.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class PrepareResult:
+    """What ``prepare`` made or found."""
+
+    hf_checkpoint: Path
+    ref_load: Path
+    fingerprint: str = ""
+    """Of the base; empty in a dry run."""
+    data: Mapping[str, Path] = field(default_factory=dict)
+    """Prompt files by name."""
+    made: tuple[str, ...] = ()
+    """Which of ``checkpoint``, ``base`` and ``data`` were made now; empty when all was there."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Tensors of the source that are not part of the base, by reason."""
+    plan: tuple[str, ...] = ()
+    """What was (or in a dry run would be) read, written and downloaded, one line each."""
+    seconds: float = 0.0
+
+
+def prepare(config: PrepareConfig, report: Report = silent) -> PrepareResult:
+    """Make the Hugging Face folder, the torch_dist base and the prompt files of a model.
+
+    What is there already and belongs to the same source is left alone; a half-written result is
+    continued or built again, never taken for a finished one.
+
+    Raises:
+        CheckpointError: A source that is missing, damaged or of another model, or an output folder
+            that cannot be used.
+        ModelError: A ``config.json`` of another architecture.
+    """
+    started = time.monotonic()
+    result = _prepare_tiny(config, report)
+    return replace(result, seconds=time.monotonic() - started)
+
+
+def _prepare_tiny(config: PrepareConfig, report: Report) -> PrepareResult:
+    folder, made = config.hf_checkpoint, []
+    if config.force and read_marker(folder) is not None:
+        there = False
+    else:
+        there = is_made(folder, config.seed)
+    check_target(config.ref_load)
+    prompts = config.data_dir / "tiny"
+    plan = [
+        f"{'use' if there else 'pre-train and write'} the tiny checkpoint in {folder}",
+        f"write the base in {config.ref_load}",
+        f"write the prompts in {prompts}",
+    ]
+    if config.dry_run:
+        return PrepareResult(folder, config.ref_load, plan=tuple(plan))
+    make_folder(config.ref_load.parent)
+    make_folder(prompts)
+    if not there:
+        make_tiny(folder, config.seed, report)
+        made.append("checkpoint")
+    source = open_source(HfReader.open(folder, wanted_names(TINY)), TINY)
+    manifest, built = _base(config, TINY, source, describe(source), report)
+    made += ["base"] if built else []
+    with write_errors(prompts):
+        data = write_prompts(prompts)
+    return PrepareResult(
+        folder,
+        config.ref_load,
+        manifest.fingerprint,
+        data,
+        tuple(made),
+        source.skipped,
+        tuple(plan),
+    )
+
+
+def describe(source: HfSource) -> dict[str, Any]:
+    """What the manifest says about a Hugging Face source; equal for equal contents."""
+    reader = source.reader
+    return {
+        "kind": "huggingface",
+        "identity": reader.identity(),
+        "files": {name: file.size for name, file in sorted(reader.files.items())},
+        "headers": {name: file.header_sha256 for name, file in sorted(reader.files.items())},
+        "skipped": dict(source.skipped),
+    }
+
+
+def _base(
+    config: PrepareConfig,
+    spec: ModelSpec,
+    source: BaseSource,
+    description: Mapping[str, Any],
+    report: Report,
+) -> tuple[BaseManifest, bool]:
+    """The base of ``source``, and whether it was written now rather than found."""
+    if (config.ref_load / TRACKER).exists() and not config.force:
+        manifest = check_base(config.ref_load, spec)
+        if manifest.source != description:
+            raise CheckpointError(
+                f"{config.ref_load} holds a base that was made from another source",
+                "the base of this source",
+                "Use --force to build it again, or another folder with --ref-load",
+            )
+        if config.verify:
+            verify_base(config.ref_load, manifest, report)
+        return manifest, False
+    manifest = build_base(
+        plan_base(config.ref_load, spec, source, description), config.workers, report
+    )
+    if config.verify:
+        verify_base(config.ref_load, manifest, report)
+    return manifest, True

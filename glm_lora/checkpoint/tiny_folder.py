@@ -1,0 +1,114 @@
+"""The tiny model's Hugging Face folder: made whole, marked, and recognised afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from glm_lora.arch.projections import all_params
+from glm_lora.arch.spec import TINY
+from glm_lora.checkpoint import tiny
+from glm_lora.checkpoint.convert import VISION_PREFIX, disk_names, from_memory
+from glm_lora.checkpoint.files import make_folder, replace_folder, write_atomic, write_errors
+from glm_lora.checkpoint.hf_writer import planned, write_tensors
+from glm_lora.checkpoint.progress import Progress, Report, silent
+from glm_lora.errors import CheckpointError
+
+MARKER = "glm_lora.json"
+RECIPE = 1
+"""Raised when the toy or its pre-training changes, so that older folders are told apart."""
+
+
+def is_made(folder: Path, seed: int) -> bool:
+    """Whether ``folder`` holds a whole tiny checkpoint of this seed.
+
+    Raises:
+        CheckpointError: The folder holds something else, or a tiny checkpoint of another seed.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    marker = read_marker(folder)
+    if marker is None:
+        raise CheckpointError(
+            f"{folder} is not empty and was not made by prepare",
+            "an empty folder",
+            "Name another folder with --hf-checkpoint",
+        )
+    if (marker["recipe"], marker["seed"]) != (RECIPE, seed):
+        raise CheckpointError(
+            f"{folder} was made with seed {marker['seed']} (recipe {marker['recipe']})",
+            f"seed {seed} (recipe {RECIPE})",
+            "Use --force to build it again, or another folder",
+        )
+    sizes = {n: (folder / n).stat().st_size for n in marker["files"] if (folder / n).exists()}
+    return sizes == marker["files"]
+
+
+def read_marker(folder: Path) -> dict[str, Any] | None:
+    """The marker of a folder that prepare made, or None."""
+    try:
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    known = isinstance(marker, dict) and {"recipe", "seed", "files"} <= marker.keys()
+    return marker if known else None
+
+
+def make_tiny(folder: Path, seed: int, report: Report = silent) -> None:
+    """Pre-train the tiny model and write ``folder`` (replaced if it is there) with its tokenizer.
+
+    The files are what transformers reads: ``model.safetensors`` under disk names, ``config.json``,
+    ``generation_config.json`` and the tokenizer. The folder appears under its name when complete.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    partial = folder.with_name(f"{folder.name}.partial{os.getpid()}")
+    with write_errors(folder.parent):
+        make_folder(folder.parent)
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
+        try:
+            model = tiny.build_model(seed=seed)
+            tiny.pretrain(
+                model, seed, lambda *step: report(Progress(step[0], step[1], step[2], "steps"))
+            )
+            _write(partial, model, seed)
+            replace_folder(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(folder: Path, model: Any, seed: int) -> None:
+    state = model.state_dict()
+    tensors = {}
+    params = all_params(TINY)
+    for key, value in from_memory(state, params.values()).items():
+        param, names = params[key], disk_names(params[key])
+        if param.row.expert:
+            tensors |= dict(zip(names, value, strict=True))
+        else:
+            tensors[names[0]] = value
+    tensors |= {name: value for name, value in state.items() if name.startswith(VISION_PREFIX)}
+    write_tensors(folder, planned(tensors))
+    config = model.config.to_dict()
+    config["dtype"] = "float32"
+    config["architectures"] = [type(model).__name__]
+    # SGLang then asks for no image processor.
+    config["language_model_only"] = True
+    config["text_config"] |= {"mhc": True, "index_kpool_compress": True}
+    write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    generation = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD, "do_sample": True}
+    write_atomic(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+    tiny.tokenizer().save_pretrained(folder)
+    marker = {
+        "model": "tiny",
+        "recipe": RECIPE,
+        "seed": seed,
+        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+    }
+    write_atomic(folder / MARKER, json.dumps(marker, indent=2) + "\n")

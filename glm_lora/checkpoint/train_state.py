@@ -1,0 +1,160 @@
+"""Training state on disk: adapters, Adam moments and counters, whole or not at all.
+
+One checkpoint is one torch_dist folder (``iter_0000012``): full tensors under serving keys, cut
+over tensor-parallel ranks as they lie in memory, so that any topology reads it, and a small
+``state.json``. It is written beside its final name and renamed when everything is on disk, so a
+crash leaves the checkpoint before it valid and the newest finished one easy to find.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm_lora.checkpoint.files import make_folder, replace_folder, write_atomic, write_errors
+from glm_lora.checkpoint.torch_dist import barrier, load_tensors, save_tensors, sharded_tensor
+from glm_lora.errors import CheckpointError
+from glm_lora.model.parallel import ParallelContext
+
+STATE_FILE = "state.json"
+PARTIAL = ".partial"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """This rank's piece of one state tensor."""
+
+    tensor: torch.Tensor
+    tp_axis: int | None = None
+    """The axis that tensor parallelism cuts; None when every rank holds the whole."""
+
+
+def iteration_folder(run_dir: Path, iteration: int) -> Path:
+    """Where the checkpoint of one iteration lies: ``<run>/checkpoints/iter_0000012``."""
+    return run_dir / "checkpoints" / f"iter_{iteration:07d}"
+
+
+def save_train_state(
+    folder: Path,
+    tensors: Mapping[str, LocalTensor],
+    extra: Mapping[str, Any],
+    ctx: ParallelContext | None = None,
+) -> None:
+    """Write one checkpoint; every rank calls this with its own pieces.
+
+    Args:
+        folder: Final folder of the checkpoint; replaced when it is there already.
+        tensors: This rank's pieces by key; a pipeline stage passes its own layers only.
+        extra: What JSON can hold: counters, generator states, hashes. Rank 0's is written.
+        ctx: This rank's place; None for a single process.
+
+    Raises:
+        CheckpointError: The folder cannot be written or the disk is full.
+    """
+    ctx = ctx or ParallelContext()
+    partial = folder.with_name(folder.name + PARTIAL)
+    with write_errors(folder.parent):
+        if ctx.rank == 0:
+            make_folder(folder.parent)
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir()
+        barrier()
+        save_tensors(partial, _sharded(tensors, ctx), {})
+        barrier()
+        if ctx.rank == 0:
+            state = {"schema": SCHEMA, "extra": dict(extra)}
+            write_atomic(partial / STATE_FILE, json.dumps(state))
+            replace_folder(partial, folder)
+        barrier()
+
+
+def load_train_state(
+    folder: Path, tensors: Mapping[str, LocalTensor], ctx: ParallelContext | None = None
+) -> dict[str, Any]:
+    """Fill ``tensors`` in place from a checkpoint, at any topology; returns ``extra``.
+
+    Args:
+        folder: A finished checkpoint.
+        tensors: This rank's pieces of every tensor that it needs; all must be there, equally large.
+        ctx: This rank's place; None for a single process.
+
+    Raises:
+        CheckpointError: Missing, unfinished, damaged, or of another selection or rank.
+    """
+    ctx = ctx or ParallelContext()
+    extra = read_extra(folder)
+    load_tensors(folder, _sharded(tensors, ctx))
+    return extra
+
+
+def read_extra(folder: Path) -> dict[str, Any]:
+    """The small state of a checkpoint, without its tensors.
+
+    Raises:
+        CheckpointError: There is no finished checkpoint in ``folder``.
+    """
+    path = folder / STATE_FILE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        schema, extra = state["schema"], state["extra"]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} holds no finished checkpoint", f"a folder with {STATE_FILE}"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error!r}") from error
+    if schema != SCHEMA:
+        raise CheckpointError(f"{path} has schema version {schema!r}", str(SCHEMA))
+    return extra
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The finished checkpoint of a run with the highest iteration, or None.
+
+    A crash between the two renames of a checkpoint that was being rewritten left it under its
+    ``.old`` name; it is put back.
+    """
+    for old in (run_dir / "checkpoints").glob("iter_*.old"):
+        if not old.with_suffix("").exists():
+            old.rename(old.with_suffix(""))
+    finished = sorted((run_dir / "checkpoints").glob(f"iter_*/{STATE_FILE}"))
+    folders = [
+        path.parent
+        for path in finished
+        if path.parent.name.removeprefix("iter_").isdigit() and (path.parent / ".metadata").exists()
+    ]
+    return max(folders, key=lambda f: int(f.name.removeprefix("iter_")), default=None)
+
+
+def prune_checkpoints(run_dir: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` finished checkpoints, and what crashes left behind."""
+    folder = run_dir / "checkpoints"
+    finished = sorted(
+        (p for p in folder.glob("iter_*") if p.name.removeprefix("iter_").isdigit()),
+        key=lambda p: int(p.name.removeprefix("iter_")),
+    )
+    leftovers = [p for p in folder.glob("iter_*") if p not in finished]
+    for path in [*finished[:-keep], *leftovers]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sharded(tensors: Mapping[str, LocalTensor], ctx: ParallelContext) -> dict[str, Any]:
+    return {
+        key: sharded_tensor(
+            key,
+            local.tensor,
+            local.tp_axis,
+            ctx.tp_rank,
+            ctx.tp_size,
+            (ctx.tp_rank if local.tp_axis is None else 0, ctx.dp_rank),
+        )
+        for key, local in tensors.items()
+    }
