@@ -36,7 +36,8 @@ class GlmLoraError(Exception):
             text += f"; expected {self.expected}"
         text = text.rstrip(".") + "."
         if self.next_step:
-            text += f" {self.next_step.rstrip('.')}."
+            end = "" if self.next_step.endswith("?") else "."
+            text += f" {self.next_step.rstrip('.')}{end}"
         return text
 
 

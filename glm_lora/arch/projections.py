@@ -92,9 +92,9 @@ class Row:
 
 _KV_B = (
     "sparse attention absorbs kv_b_proj into its query and output products, so the module is never "
-    "called and an adapter on it would do nothing in the engine"
+    "called and an adapter on it would do nothing"
 )
-_EXPERT = "routed experts are fused 3-D parameters without a per-expert adapter in any engine"
+_EXPERT = "routed experts are fused 3-D parameters; there is no per-expert adapter"
 _INDEXER = "the indexer only picks tokens and runs without gradient"
 _CONV = "a depthwise convolution, not a linear projection"
 _GATE = "a decay parameter, not a linear projection"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from glm_lora.arch.projections import DSA_ROWS, KDA_ROWS, Row, Status
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.targets.selection import Selection
+from glm_lora.targets.support import missing_parts
 
 _ATTENTION: dict[str, tuple[Row, ...]] = {"KDA": KDA_ROWS, "DSA": DSA_ROWS}
 _LOW_RANK_PAIRS = (("f_a_proj", "f_b_proj"), ("g_a_proj", "g_b_proj"))
@@ -30,6 +31,8 @@ def find_warnings(
     yield from _uneven_attention(selection, spec, includes, layers)
     yield from _few_layers(selection, spec)
     yield from _half_pairs(selection)
+    yield from _half_fused(selection)
+    yield from _unequal_ranks(selection)
 
 
 def _uneven_attention(
@@ -72,6 +75,22 @@ def _half_pairs(selection: Selection) -> Iterator[str]:
             if alone:
                 layers = "1 layer" if len(alone) == 1 else f"{len(alone)} layers"
                 yield f"{one} is adapted without {other} in {layers}"
+
+
+def _half_fused(selection: Selection) -> Iterator[str]:
+    for (_, leaf), missing in missing_parts(selection).items():
+        if missing:
+            yield f"SGLang can serve {leaf} only together with {_and(missing)}"
+
+
+def _unequal_ranks(selection: Selection) -> Iterator[str]:
+    ranks = sorted({a.rank for a in selection.adapters})
+    if len(ranks) > 1:
+        yield (
+            f"ranks {_and(map(str, ranks))}: engines know one rank, so adapters leave the trainer "
+            f"padded with zeros to rank {selection.rank} with alpha {selection.alpha:g}; "
+            f"alpha/rank stays {selection.adapters[0].scaling:g}"
+        )
 
 
 def _and(names: Iterable[str]) -> str:

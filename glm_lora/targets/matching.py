@@ -218,6 +218,15 @@ def match(item: str, spec: ModelSpec) -> Hits:
     return Hits({p: mask for p, mask in found if mask})
 
 
+def names_site(item: str, site: Site) -> bool:
+    """Whether ``item`` names this one projection: what ``match`` means, for a single site."""
+    if item in GROUP_NAMES:
+        return in_group(site.group, site.status, item)
+    if not is_glob(item):
+        return site.leaf == item
+    return glob_matches(site.name, item) or glob_matches(site.disk_name, item)
+
+
 def _match_cell(pattern: str, cell: Cell) -> int:
     if cell.site is not None:
         return int(any(glob_matches(name, pattern) for name in cell.names))

@@ -60,7 +60,7 @@ def unmatched(item: str, option: str, spec: ModelSpec, model: str) -> TargetErro
 def known_somewhere(item: str, spec: ModelSpec) -> bool:
     """Whether ``item`` names anything in ``spec`` or in the full model, targets or not."""
     return any(
-        match(item, s) or any(_name_of(item, other) for other in non_targets(s))
+        match(item, s) or any(name_of(item, other) for other in non_targets(s))
         for s in (spec, FULL)
     )
 
@@ -97,7 +97,7 @@ def trainable_part(hits: Hits, spec: ModelSpec) -> Hits:
     return Hits({p: m for p, m in hits.masks.items() if table[p].trainable})
 
 
-def _name_of(item: str, other: NonTarget) -> str:
+def name_of(item: str, other: NonTarget) -> str:
     """The name by which ``item`` means ``other``, or the empty string."""
     if is_glob(item):
         return next((name for name in other.names if glob_matches(name, item)), "")
@@ -110,7 +110,7 @@ def _non_targets_named(item: str, spec: ModelSpec) -> dict[str, str]:
     if is_glob(item) and not match("*." + item, spec):
         patterns.append("*." + item)
     for pattern in patterns:
-        found = [(n, other) for other in non_targets(spec) if (n := _name_of(pattern, other))]
+        found = [(n, other) for other in non_targets(spec) if (n := name_of(pattern, other))]
         if found:
             part = found[0][1].part
             return {name: other.reason for name, other in found if other.part == part}

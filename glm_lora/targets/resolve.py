@@ -49,6 +49,8 @@ class Resolution:
 
     selection: Selection
     items: tuple[ItemCount, ...]
+    layers: frozenset[int]
+    """The layers it was narrowed to (all, when it was not)."""
     warnings: tuple[str, ...] = ()
 
 
@@ -94,7 +96,7 @@ def resolve(spec: ModelSpec, model_name: str, config: SelectionConfig) -> Resolu
         *_item_warnings(includes, excludes, wanted, left, config, spec),
         *find_warnings(selection, spec, tuple(includes), layers),
     ]
-    return Resolution(selection, items, tuple(warnings))
+    return Resolution(selection, items, layers, tuple(warnings))
 
 
 def _include(item: str, spec: ModelSpec, model: str) -> Hits:

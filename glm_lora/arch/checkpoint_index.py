@@ -1,0 +1,212 @@
+"""What lies in a checkpoint folder, read from its index and its shards' headers (no torch).
+
+A safetensors file starts with the length of its header (8 bytes, little endian) and the header, a
+JSON object from tensor name to dtype, shape and place. Reading the headers of a whole checkpoint
+takes a fraction of a second and reads no weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from glm_lora.arch.projections import LAYERS_PREFIX, Site, trainable_sites
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.errors import CheckpointError, ModelError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+FP8 = "F8_E4M3"
+FP8_BLOCK = 128
+"""Side of the square blocks that share one scale in an FP8 checkpoint."""
+_MAX_HEADER = 100_000_000
+
+
+class TensorInfo(NamedTuple):
+    """One tensor on disk."""
+
+    dtype: str
+    """safetensors' name: ``BF16``, ``F32``, ``F8_E4M3``, ..."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """Which file of a checkpoint folder holds which tensor."""
+
+    path: Path
+    """The index, or the only safetensors file."""
+    weight_map: Mapping[str, str]
+    """Tensor name to file name."""
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """Names of the files, sorted."""
+        return tuple(sorted(set(self.weight_map.values())))
+
+    def headers(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+        """Dtype and shape of the named tensors, read from the files that hold them.
+
+        Raises:
+            CheckpointError: A file is missing, truncated, or lacks a tensor the index puts there.
+        """
+        wanted = list(names)
+        found: dict[str, TensorInfo] = {}
+        for shard in dict.fromkeys(self.weight_map[name] for name in wanted):
+            found.update(read_header(self.path.parent / shard))
+        for name in wanted:
+            if name not in found:
+                raise CheckpointError(
+                    f"{self.path} puts {name} into {self.weight_map[name]}, which does not hold it",
+                    "files that belong to the index",
+                    "Copy the checkpoint again",
+                )
+        return {name: found[name] for name in wanted}
+
+
+def read_index(folder: Path) -> CheckpointIndex | None:
+    """The index of a checkpoint folder; None when it holds no safetensors weights at all.
+
+    Raises:
+        CheckpointError: The index is unreadable, not JSON, not an index, or names a file that is
+            not there.
+    """
+    folder = Path(folder)
+    path = folder / INDEX_NAME
+    if not path.exists():
+        single = folder / SINGLE_NAME
+        if not single.exists():
+            return None
+        return CheckpointIndex(single, dict.fromkeys(read_header(single), SINGLE_NAME))
+    index = CheckpointIndex(path, _weight_map(_read_json(path), path))
+    for shard in index.shards:
+        if not (folder / shard).is_file():
+            raise CheckpointError(
+                f"{path} names {shard}, which is not in {folder}",
+                f"all {len(index.shards)} files of the index",
+                "Download the missing file",
+            )
+    return index
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", "a safetensors index") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not valid JSON ({error})", "a complete safetensors index"
+        ) from error
+
+
+def _weight_map(data: object, path: Path) -> dict[str, str]:
+    found = cast("dict[str, Any]", data).get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(
+            f"{path} has no weight_map", "a safetensors index: {'weight_map': {tensor: file}}"
+        )
+    weight_map: dict[str, str] = {}
+    for name, shard in cast("dict[str, object]", found).items():
+        # A file elsewhere would let an index reach outside its folder.
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{path} maps {name} to {shard!r}", "a file name")
+        weight_map[name] = shard
+    return weight_map
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            total = path.stat().st_size
+            text = file.read(length) if 2 <= length <= min(_MAX_HEADER, total - 8) else b""
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", "a safetensors file") from error
+    try:
+        entries = cast("dict[str, Any]", json.loads(text))
+        tensors = {
+            name: TensorInfo(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+        data = max(
+            (int(e["data_offsets"][1]) for n, e in entries.items() if n in tensors), default=0
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is no complete safetensors file", "a safetensors file", "Download it again"
+        ) from error
+    if 8 + length + data > total:
+        raise CheckpointError(
+            f"{path} has {total} bytes but its header promises {8 + length + data}",
+            "a complete safetensors file",
+            "Download it again",
+        )
+    return tensors
+
+
+def verify_sites(index: CheckpointIndex, spec: ModelSpec) -> int:
+    """Check that every trainable site of ``spec`` is in the checkpoint with its shape.
+
+    Returns:
+        The number of sites checked.
+
+    Raises:
+        ModelError: The checkpoint is of another architecture, lacks a site, or holds it with
+            another shape.
+        CheckpointError: A file is missing, truncated, or does not hold what the index says.
+    """
+    _refuse_other_architecture(index)
+    sites = trainable_sites(spec)
+    missing = [s for s in sites if _weight(s) not in index.weight_map]
+    if missing:
+        raise ModelError(
+            f"{index.path} lacks {_weight(missing[0])}"
+            + (f" and {len(missing) - 1} more trainable sites" if len(missing) > 1 else ""),
+            f"all {len(sites)} trainable sites of the model",
+        )
+    infos = index.headers(_weight(s) for s in sites)
+    for site in sites:
+        info = infos[_weight(site)]
+        if info.shape != site.shape:
+            raise ModelError(
+                f"{_weight(site)} has shape {list(info.shape)} in {index.path.parent}",
+                f"{list(site.shape)}, as config.json says",
+            )
+    _verify_scales(index, {s: infos[_weight(s)] for s in sites})
+    return len(sites)
+
+
+def _weight(site: Site) -> str:
+    return site.disk_name + ".weight"
+
+
+def _refuse_other_architecture(index: CheckpointIndex) -> None:
+    if not any(name.startswith(LAYERS_PREFIX) for name in index.weight_map):
+        raise ModelError(
+            f"{index.path} holds no {LAYERS_PREFIX}* (its first tensor is "
+            f"{min(index.weight_map, default='missing')})",
+            "a glm5_next checkpoint",
+        )
+
+
+def _verify_scales(index: CheckpointIndex, infos: Mapping[Site, TensorInfo]) -> None:
+    quantised = [site for site, info in infos.items() if info.dtype == FP8]
+    names = {site: _weight(site) + "_scale_inv" for site in quantised}
+    for site, name in names.items():
+        if name not in index.weight_map:
+            raise ModelError(f"{index.path} lacks {name}", f"a scale for {_weight(site)} (FP8)")
+    scales = index.headers(names.values())
+    for site, name in names.items():
+        expected = tuple(-(-size // FP8_BLOCK) for size in site.shape)
+        if scales[name].shape != expected:
+            raise ModelError(f"{name} has shape {list(scales[name].shape)}", str(list(expected)))
