@@ -1,0 +1,89 @@
+"""Sparse attention without positions (NoPE MLA with an indexer), sharded by heads.
+
+The two down projections are replicated and see only this rank's tokens. The indexer decides which
+tokens a query sees; up to ``index_topk`` tokens that is all earlier ones, and it is not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glm_lora.arch.projections import Kind
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.model.batch import ModelBatch
+from glm_lora.model.collectives import enter_tp, leave_tp
+from glm_lora.model.indexer import Indexer
+from glm_lora.model.linear import ProjectionGroup
+from glm_lora.model.norm import RMSNorm
+from glm_lora.model.parallel import ParallelContext
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention, ``[B, h, L, d]`` each; causal, or as bool ``seen [B, L, L]`` says."""
+    if seen is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(1), scale=scale)
+
+
+class SparseAttention(nn.Module):
+    """One DSA block: ``[local tokens, H] -> [local tokens, H]``.
+
+    Args:
+        spec: Model dimensions.
+        prefix: Disk prefix of the block, ``...layers.N.self_attn.``.
+        ctx: Topology of this rank.
+        dtype: Of weights and activations.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, prefix: str, ctx: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.ctx, self.limit = ctx, spec.index_topk
+        self.heads = spec.num_attention_heads // ctx.tp_size
+        self.qk_dim, self.v_dim = spec.qk_head_dim, spec.v_head_dim
+        self.latents = (spec.q_lora_rank, spec.kv_lora_rank)
+        hidden, heads = spec.hidden_size, spec.num_attention_heads
+
+        def group(leaves: str, shapes: list[tuple[int, int]], kind: Kind) -> ProjectionGroup:
+            names = [prefix + leaf for leaf in leaves.split()]
+            return ProjectionGroup(names, shapes, kind, ctx, dtype)
+
+        self.low = group(
+            "q_a_proj kv_a_proj_with_mqa",
+            [(latent, hidden) for latent in self.latents],
+            Kind.REPLICATED,
+        )
+        self.q_b = group("q_b_proj", [(heads * self.qk_dim, spec.q_lora_rank)], Kind.COLUMN)
+        self.kv_b = group(
+            "kv_b_proj", [(heads * (self.qk_dim + self.v_dim), spec.kv_lora_rank)], Kind.COLUMN
+        )
+        self.out = group("o_proj", [(hidden, heads * self.v_dim)], Kind.ROW)
+        self.q_norm = RMSNorm(spec.q_lora_rank, spec.rms_norm_eps, ctx, dtype)
+        self.kv_norm = RMSNorm(spec.kv_lora_rank, spec.rms_norm_eps, ctx, dtype)
+        self.indexer = Indexer(spec, ctx, dtype)
+
+    def named_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters other than projections, by disk path below the block."""
+        yield "q_a_layernorm.weight", self.q_norm.weight
+        yield "kv_a_layernorm.weight", self.kv_norm.weight
+        for path, tensor in self.indexer.named_base():
+            yield f"indexer.{path}", tensor
+
+    def forward(self, x: Tensor, batch: ModelBatch) -> Tensor:
+        """Attend within each sequence of ``batch``."""
+        rows, length = batch.shape
+        q_low, kv_low = self.low(x).split(self.latents, dim=-1)
+        low = torch.cat([self.q_norm(q_low), self.kv_norm(kv_low)], dim=-1)
+        q_low, kv_low = enter_tp(low, self.ctx, batch.num_tokens).split(self.latents, dim=-1)
+        q = self.q_b(q_low).view(rows, length, self.heads, self.qk_dim).transpose(1, 2)
+        kv = self.kv_b(kv_low).view(rows, length, self.heads, -1).transpose(1, 2)
+        k, v = kv.split([self.qk_dim, self.v_dim], dim=-1)
+        seen = None if length <= self.limit else self.indexer(x, q_low, batch)
+        o = attention(q, k, v, seen, self.qk_dim**-0.5)
+        o = o.transpose(1, 2).reshape(batch.num_tokens, self.heads * self.v_dim)
+        return leave_tp(self.out(o), self.ctx)

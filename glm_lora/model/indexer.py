@@ -1,0 +1,115 @@
+"""The k-pool indexer of the sparse attention: which tokens each query may see. No gradient.
+
+Sequences are right-padded, so a pool is complete and visible exactly when its last position is not
+behind the query, and no mask is needed. Shapes: B sequences, L positions, P complete pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.model.batch import ModelBatch
+from glm_lora.model.collectives import all_gather
+from glm_lora.model.parallel import ParallelContext
+
+_ROWS_PER_BLOCK = 1024  # bounds the per-head scores, the largest tensor here
+
+
+class Indexer(nn.Module):
+    """Scores pools of ``index_kpool`` tokens and keeps the best ``index_topk`` tokens' worth.
+
+    All its weights are replicated; under sequence parallelism the projections of the hidden states
+    are computed on local tokens and gathered.
+    """
+
+    def __init__(self, spec: ModelSpec, ctx: ParallelContext, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ctx = ctx
+        self.heads, self.head_dim = spec.index_n_heads, spec.index_head_dim
+        self.pool, self.pools_kept = spec.index_kpool, spec.index_topk // spec.index_kpool
+
+        def frozen(*shape: int) -> nn.Parameter:
+            empty = torch.empty(*shape, dtype=dtype, device=ctx.device)
+            return nn.Parameter(empty, requires_grad=False)
+
+        d, hidden = self.head_dim, spec.hidden_size
+        self.query = frozen(self.heads * d, spec.q_lora_rank)
+        self.key = frozen(d, hidden)
+        self.head_weights = frozen(self.heads, hidden)
+        self.norm_weight, self.norm_bias = frozen(d), frozen(d)
+        self.pool_bias = frozen(self.pool, d)
+        self.pool_gate = frozen(d, hidden)
+
+    def named_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters by disk path below the indexer."""
+        yield "wq_b.weight", self.query
+        yield "wk.weight", self.key
+        yield "weights_proj.weight", self.head_weights
+        yield "k_norm.weight", self.norm_weight
+        yield "k_norm.bias", self.norm_bias
+        yield "index_kpool_compress_ape", self.pool_bias
+        yield "index_kpool_compress_gate", self.pool_gate
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, q_resid: Tensor, batch: ModelBatch) -> Tensor:
+        """Visibility of keys.
+
+        Args:
+            x: Hidden states of the local tokens, ``[local tokens, H]``.
+            q_resid: Normalised query latent of all tokens, ``[B * L, q_lora_rank]``.
+            batch: Gives B and L.
+
+        Returns:
+            bool ``[B, L, L]``: query (axis 1) may see key (axis 2).
+        """
+        rows, length = batch.shape
+        d = self.head_dim
+        key = F.layer_norm(F.linear(x, self.key), (d,), self.norm_weight, self.norm_bias, eps=1e-6)
+        parts = torch.cat([key, F.linear(x, self.pool_gate), F.linear(x, self.head_weights)], -1)
+        if self.ctx.sequence_parallel and self.ctx.tp_group is not None:
+            parts = all_gather(parts, self.ctx.tp_group)[: batch.num_tokens]
+        key, gate, weights = parts.view(rows, length, -1).split([d, d, self.heads], dim=-1)
+        query = F.linear(q_resid, self.query).view(rows, length, self.heads, d)
+        pool_keys = self._pool(key, gate)
+        weights = weights.float() * self.heads**-0.5
+        seen = torch.zeros(rows, length, length, dtype=torch.bool, device=x.device)
+        for start in range(0, length, _ROWS_PER_BLOCK):
+            block = slice(start, min(start + _ROWS_PER_BLOCK, length))
+            seen[:, block] = self._select(
+                query[:, block], weights[:, block], pool_keys, block, length
+            )
+        return seen
+
+    def _pool(self, key: Tensor, gate: Tensor) -> Tensor:
+        """Learned average of the keys of each complete pool, ``[B, P, d]``."""
+        rows, length, d = key.shape
+        whole = length // self.pool * self.pool
+        shape = (rows, -1, self.pool, d)
+        logits = gate[:, :whole].reshape(shape).float() + self.pool_bias.float()
+        share = logits.softmax(dim=2).to(key.dtype)
+        return (share * key[:, :whole].reshape(shape)).sum(dim=2)
+
+    def _select(
+        self, query: Tensor, weights: Tensor, pool_keys: Tensor, block: slice, length: int
+    ) -> Tensor:
+        """Visibility rows of one block of queries, bool ``[B, rows, L]``."""
+        device = query.device
+        position = torch.arange(block.start, block.stop, device=device)[:, None]
+        pools = pool_keys.shape[1]
+        score = torch.matmul(query.float(), pool_keys.float().transpose(-1, -2).unsqueeze(1))
+        score = F.relu(score * self.head_dim**-0.5)
+        score = torch.matmul(weights.unsqueeze(-2), score).squeeze(-2)
+        complete = torch.arange(pools, device=device) * self.pool + self.pool - 1 <= position
+        score = score.masked_fill(~complete, torch.finfo(score.dtype).min)
+        best = score.topk(min(self.pools_kept, pools), dim=-1).indices
+        chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True) & complete
+        seen = F.pad(chosen.repeat_interleave(self.pool, dim=-1), (0, length - pools * self.pool))
+        # The query's own incomplete pool is always visible.
+        token = torch.arange(length, device=device)
+        tail_start = (position + 1) // self.pool * self.pool
+        return seen | ((token >= tail_start) & (token <= position))

@@ -1,0 +1,107 @@
+"""One decoder layer: attention and MLP, each inside a hyper-connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from glm_lora.arch.projections import LAYERS_PREFIX
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.model.batch import ModelBatch
+from glm_lora.model.dsa import SparseAttention
+from glm_lora.model.hyper import HyperConnection
+from glm_lora.model.kda import LinearAttention
+from glm_lora.model.mlp import GatedMLP
+from glm_lora.model.moe import MoE
+from glm_lora.model.norm import RMSNorm
+from glm_lora.model.parallel import ParallelContext
+
+Recompute = Literal["full", "mlp", "attention", "none"]
+
+
+class Half(nn.Module):
+    """Hyper-connection, norm and one block: streams ``[n, m, H]`` to streams."""
+
+    def __init__(self, hyper: HyperConnection, norm: RMSNorm, block: nn.Module) -> None:
+        super().__init__()
+        self.hyper, self.norm, self.block = hyper, norm, block
+
+    def forward(self, streams: Tensor, batch: ModelBatch) -> Tensor:
+        """Read, run the block, write back."""
+        x, post, comb = self.hyper.read(streams)
+        return self.hyper.write(streams, self.block(self.norm(x), batch), post, comb)
+
+
+class DecoderLayer(nn.Module):
+    """Layer ``index`` of the model (global index).
+
+    Args:
+        spec: Model dimensions.
+        index: Which layer.
+        ctx: Topology of this rank.
+        dtype: Of weights and activations.
+        recompute: Which halves are run again in the backward pass instead of kept.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        index: int,
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        recompute: Recompute,
+    ) -> None:
+        super().__init__()
+        self.index, self.recompute = index, recompute
+        self.prefix = f"{LAYERS_PREFIX}{index}."
+
+        def half(block: nn.Module) -> Half:
+            norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, ctx, dtype)
+            return Half(HyperConnection(spec, ctx, dtype), norm, block)
+
+        attention = LinearAttention if spec.is_kda(index) else SparseAttention
+        self.attention = half(attention(spec, f"{self.prefix}self_attn.", ctx, dtype))
+        prefix = f"{self.prefix}mlp."
+        if spec.is_moe(index):
+            before = sum(spec.is_moe(i) for i in range(index))
+            mlp: nn.Module = MoE(spec, prefix, before, ctx, dtype)
+        else:
+            mlp = GatedMLP(spec, prefix, spec.intermediate_size, ctx, dtype)
+        self.mlp = half(mlp)
+
+    def forward(self, streams: Tensor, batch: ModelBatch) -> Tensor:
+        """Streams ``[local tokens, m, H]`` in and out."""
+        if self.recompute == "full" and torch.is_grad_enabled():
+            return self._again(self._both, streams, batch)
+        for name, half in (("attention", self.attention), ("mlp", self.mlp)):
+            if self.recompute == name and torch.is_grad_enabled():
+                streams = self._again(half, streams, batch)
+            else:
+                streams = half(streams, batch)
+        return streams
+
+    def _both(self, streams: Tensor, batch: ModelBatch) -> Tensor:
+        return self.mlp(self.attention(streams, batch), batch)
+
+    @staticmethod
+    def _again(function: object, streams: Tensor, batch: ModelBatch) -> Tensor:
+        out = checkpoint(function, streams, batch, use_reentrant=False)  # pyright: ignore
+        assert isinstance(out, Tensor)
+        return out
+
+    def named_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters other than projections, by canonical key."""
+        for half, block, norm, hyper in (
+            (self.attention, "self_attn", "input_layernorm", "attn"),
+            (self.mlp, "mlp", "post_attention_layernorm", "ffn"),
+        ):
+            yield f"{self.prefix}{norm}.weight", half.norm.weight
+            for part, tensor in half.hyper.named_base():
+                yield f"{self.prefix}hc_{hyper}_{part}", tensor
+            if isinstance(half.block, LinearAttention | SparseAttention | MoE):
+                for path, tensor in half.block.named_base():
+                    yield f"{self.prefix}{block}.{path}", tensor

@@ -1,0 +1,34 @@
+"""Normalisations of glm5_next, computed in fp32."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from glm_lora.model.parallel import ParallelContext
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight`` over the last axis, replicated over ranks."""
+
+    def __init__(self, size: int, eps: float, ctx: ParallelContext, dtype: torch.dtype) -> None:
+        super().__init__()
+        empty = torch.empty(size, dtype=dtype, device=ctx.device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x [..., size]``; same shape and dtype."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of ``x`` over the last axis times ``sigmoid(gate)``, all in fp32; dtype of ``x``."""
+    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (normed * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+def unit_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(sum(x^2) + eps)`` over the last axis."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
