@@ -7,9 +7,15 @@ alpha that keeps ``alpha / rank`` on every site.
 
 from __future__ import annotations
 
+import base64
+import json
+import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glm_lora.fingerprint import record_of
 from glm_lora.protocols import AdapterState
 from glm_lora.targets.selection import Selection
 
@@ -62,3 +68,82 @@ def plain_number(value: float) -> float | int:
 def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     """Bytes of all tensors together."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """A prepared request that loads one adapter; sent to any number of servers as it is."""
+
+    path: str
+    """Route."""
+    name: str
+    """Adapter name the server will know it by."""
+    chunks: tuple[bytes, ...]
+    """Body, in pieces (repeated pieces are the same object)."""
+    num_tensors: int
+    tensor_bytes: int
+    """Bytes of the adapter's tensors, once."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the body."""
+        return sum(map(len, self.chunks))
+
+
+def request_with_bytes(
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    *,
+    copies: int = 1,
+    checksums: bool = False,
+) -> LoadRequest:
+    """The tensors in the body: base64 of a pickle, one copy per tensor-parallel rank.
+
+    The copies are one piece of memory here, but travel separately: SGLang hands each rank its own.
+
+    Args:
+        name: Adapter name.
+        tensors: Padded tensors by serving key, on the CPU.
+        config: ``serving_config`` and anything the plugin checks.
+        copies: The server's tensor-parallel size.
+        checksums: Send sha256 of every tensor. Stock SGLang compares them on every rank and ends
+            the server when one differs, which is still better than serving something else.
+    """
+    fields: dict[str, Any] = {"lora_name": name, "config_dict": dict(config)}
+    if checksums:
+        fields["expected_checksums"] = {k: record_of(k, t).sha256 for k, t in tensors.items()}
+    encoded = base64.b64encode(pickle.dumps(dict(tensors), protocol=5))
+    head = json.dumps(fields).encode()[:-1] + b',"serialized_named_tensors":["'
+    body = [head, encoded]
+    for _ in range(copies - 1):
+        body += [b'","', encoded]
+    return LoadRequest(
+        "/load_lora_adapter_from_tensors",
+        name,
+        (*body, b'"]}'),
+        len(tensors),
+        total_bytes(tensors),
+    )
+
+
+def request_with_folder(
+    name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path
+) -> LoadRequest:
+    """The tensors in a folder that all ranks of a server on this machine read: no copies.
+
+    Args:
+        name: Adapter name.
+        tensors: Padded tensors by serving key.
+        config: ``serving_config`` and anything the plugin checks.
+        folder: New folder, best in shared memory (``/dev/shm``). SGLang remembers paths, so every
+            version needs its own; remove it after the load.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    contiguous = {key: t.contiguous() for key, t in tensors.items()}
+    save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+    body = json.dumps({"lora_name": name, "lora_path": str(folder)}).encode()
+    return LoadRequest("/load_lora_adapter", name, (body,), len(tensors), total_bytes(tensors))

@@ -1,0 +1,380 @@
+"""The SGLang rollout engine: ``protocols.RolloutEngine`` over one or several servers.
+
+Adapters are loaded under a new name for every version, so that nothing cached under an old name
+can be reused; at most two versions are loaded, and the server unloads the older one after the last
+request that uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.errors import RolloutError, RunError, SyncError
+from glm_lora.fingerprint import fingerprint_tensors
+from glm_lora.protocols import (
+    BASE,
+    AdapterRef,
+    AdapterState,
+    Capabilities,
+    Finish,
+    Receipt,
+    Request,
+    Sample,
+    SamplingParams,
+)
+from glm_lora.rollout.sglang_client import Completion, SglangClient
+from glm_lora.rollout.sglang_info import ServerInfo, read_info, same_info
+from glm_lora.rollout.sglang_payload import (
+    LoadRequest,
+    padded_tensors,
+    request_with_bytes,
+    request_with_folder,
+    serving_config,
+)
+from glm_lora.rollout.sglang_plugin import DIGEST_KEY
+from glm_lora.rollout.sglang_server import SglangServer
+
+logger = logging.getLogger(__name__)
+
+MAX_LOADED = 2
+"""Adapter versions a server holds at once."""
+SHARED_MEMORY = Path("/dev/shm")
+Transport = Literal["bytes", "folder"]
+T = TypeVar("T")
+
+
+class SglangEngine:
+    """Samples, scores and takes adapters; requests are spread over all servers.
+
+    Args:
+        clients: One per server; all must serve the same model with the same flags.
+        servers: Those that ``close`` is to stop (started by us).
+        transport: ``bytes`` sends tensors over HTTP; ``folder`` puts them into shared memory, for
+            servers on this machine.
+        base_model: Name of the base, written into adapter configurations.
+
+    Raises:
+        RolloutError: A server cannot be asked, serves no adapters, or differs from the others.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[SglangClient],
+        *,
+        servers: Sequence[SglangServer] = (),
+        transport: Transport = "bytes",
+        base_model: str = "base",
+    ) -> None:
+        if not clients:
+            raise RolloutError("no SGLang server was named", "at least one URL")
+        self._clients = list(clients)
+        self._servers = list(servers)
+        self._transport: Transport = transport
+        self._base_model = base_model
+        self._session = uuid.uuid4().hex[:8]
+        self._loaded: dict[AdapterRef, str] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._released = False
+        try:
+            self.info = self._run(self._read_infos())
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self._thread.is_alive():
+            work.close()
+            raise RolloutError("the SGLang engine is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _read_infos(self) -> ServerInfo:
+        infos = [await read_info(client) for client in self._clients]
+        for client, info in zip(self._clients, infos, strict=True):
+            same_info(self._clients[0].url, infos[0], client.url, info)
+        return infos[0]
+
+    def require_plugin(self, spec: ModelSpec) -> None:
+        """Check that every server runs this package's plugin on a model of ``spec``'s sites.
+
+        Raises:
+            RolloutError: The plugin is not active in the scheduler, or wraps another number of
+                modules than the targets have.
+        """
+        self.info.check_plugin(spec)
+
+    def capabilities(self) -> Capabilities:
+        """What the servers can do, as they said themselves."""
+        return self.info.capabilities()
+
+    # Adapters
+
+    def push(self, state: AdapterState, name: str = "policy") -> Receipt:
+        """Load ``state`` into every server under a name of its own, in parallel.
+
+        Raises:
+            SyncError: A server refused it, received something else, or did not answer. No server
+                keeps it then; versions loaded before stay.
+        """
+        start = time.perf_counter()
+        ref = state.ref(name)
+        if ref in self._loaded:
+            raise SyncError(f"{ref.name} version {ref.version} is loaded already", "a new version")
+        if state.selection.rank > self.info.max_rank:
+            raise SyncError(
+                f"the adapter has rank {state.selection.rank}", f"at most {self.info.max_rank}"
+            )
+        served = f"{name}-{ref.version}-{self._session}"
+        with tempfile.TemporaryDirectory(dir=self._shared()) as folder:
+            request, digest = self._request(state, served, Path(folder) / "adapter")
+            num_tensors = self._run(self._load(request, digest))
+        self._loaded[ref] = served
+        return Receipt(
+            ref=ref,
+            digest=state.digest,
+            num_tensors=num_tensors,
+            bytes=request.num_bytes * len(self._clients),
+            seconds=time.perf_counter() - start,
+        )
+
+    def _shared(self) -> str | None:
+        usable = self._transport == "folder" and SHARED_MEMORY.is_dir()
+        return str(SHARED_MEMORY) if usable else None
+
+    def _request(self, state: AdapterState, served: str, folder: Path) -> tuple[LoadRequest, str]:
+        tensors = padded_tensors(state)
+        padded = any(tensors[key] is not state.tensors[key] for key in tensors)
+        digest = fingerprint_tensors(tensors) if padded else state.digest
+        config = serving_config(state.selection, self._base_model)
+        if self.info.verifies:
+            config[DIGEST_KEY] = digest
+        if self._transport == "folder":
+            return request_with_folder(served, tensors, config, folder), digest
+        request = request_with_bytes(
+            served,
+            tensors,
+            config,
+            copies=self.info.tensor_parallel,
+            checksums=not self.info.verifies,
+        )
+        return request, digest
+
+    async def _load(self, request: LoadRequest, digest: str) -> int:
+        while len(self._loaded) >= MAX_LOADED:
+            await self._unload(next(iter(self._loaded)))
+        results = await asyncio.gather(
+            *(self._load_one(client, request, digest) for client in self._clients),
+            return_exceptions=True,
+        )
+        failures = [r for r in results if isinstance(r, BaseException)]
+        if failures:
+            await self._forget(request.name)
+            reasons = "; ".join(str(f).rstrip(".") for f in failures)
+            raise SyncError(
+                f"{len(failures)} of {len(self._clients)} SGLang servers did not take the "
+                f"adapter: {reasons}" + self._deaths()
+            ) from failures[0]
+        counts = {r for r in results if isinstance(r, int)}
+        return counts.pop() if len(counts) == 1 else min(counts)
+
+    async def _load_one(self, client: SglangClient, request: LoadRequest, digest: str) -> int:
+        await client.load_adapter(request)
+        count = request.num_tensors
+        if self.info.verifies:
+            count = (await read_info(client)).received(request.name, digest)
+        await client.set_version(request.name)
+        return count
+
+    async def _forget(self, served: str) -> None:
+        for client in self._clients:
+            with contextlib.suppress(RolloutError):
+                await client.unload_adapter(served)
+
+    async def _unload(self, ref: AdapterRef) -> None:
+        served = self._loaded.pop(ref)
+        await asyncio.gather(*(client.unload_adapter(served) for client in self._clients))
+
+    def discard(self, ref: AdapterRef) -> None:
+        """Unload ``ref`` from every server; RolloutError when it is not loaded."""
+        if ref in self._loaded:
+            self._run(self._unload(ref))
+
+    # Requests
+
+    def generate(self, requests: Sequence[Request], adapter: AdapterRef) -> list[Sample]:
+        """Sample every request with ``adapter`` (``BASE``: the model without one).
+
+        Seeds count only where the server runs with ``--enable-deterministic-inference``.
+
+        Raises:
+            RolloutError: ``adapter`` is not loaded, a server failed, or an answer was made under
+                another version than the one asked for.
+        """
+        served = self._served_name(adapter)
+        groups = self._run(self._generate(requests, served))
+        return [
+            _sample(request, completion, adapter)
+            for request, group in zip(requests, groups, strict=True)
+            for completion in group
+        ]
+
+    def _served_name(self, adapter: AdapterRef) -> str | None:
+        if self._released:
+            raise RolloutError("the engine's memory is released", "resume() before requests")
+        if adapter == BASE:
+            return None
+        if adapter not in self._loaded:
+            loaded = ", ".join(f"{r.name} version {r.version}" for r in self._loaded) or "none"
+            raise RolloutError(
+                f"{adapter.name} version {adapter.version} is not loaded", f"one of: {loaded}"
+            )
+        return self._loaded[adapter]
+
+    async def _generate(
+        self, requests: Sequence[Request], served: str | None
+    ) -> list[list[Completion]]:
+        newest = next(reversed(self._loaded.values()), None)
+
+        async def one(index: int, request: Request) -> list[Completion]:
+            client = self._clients[index % len(self._clients)]
+            completions = await client.generate(
+                [request.prompt_ids] * request.n,
+                [_sampling(request.sampling, i) for i in range(request.n)],
+                lora_path=served,
+                routed_experts=self.info.routed_experts,
+            )
+            if served is not None and served == newest:
+                _check_version(completions, served, client.url)
+            return completions
+
+        return await self._gather([one(i, r) for i, r in enumerate(requests)])
+
+    def score(self, sequences: Sequence[Sequence[int]], adapter: AdapterRef) -> list[np.ndarray]:
+        """Log-probability (temperature 1) of tokens 1.. of each sequence given those before.
+
+        Raises:
+            RolloutError: ``adapter`` is not loaded, or a server failed.
+        """
+        served = self._served_name(adapter)
+        params = [{"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}]
+
+        async def one(index: int, sequence: Sequence[int]) -> np.ndarray:
+            client = self._clients[index % len(self._clients)]
+            (answer,) = await client.generate(
+                [sequence], params, lora_path=served, prompt_logprobs=True
+            )
+            if len(answer.prompt_logprobs) != len(sequence) - 1:
+                raise RolloutError(
+                    f"{client.url} scored {len(answer.prompt_logprobs)} tokens",
+                    f"{len(sequence) - 1}",
+                )
+            return np.asarray(answer.prompt_logprobs, dtype=np.float32)
+
+        return self._run(self._gather([one(i, s) for i, s in enumerate(sequences)]))
+
+    async def _gather(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        tasks = [asyncio.ensure_future(w) for w in work]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except RolloutError as error:
+            deaths = self._deaths()
+            raise (RolloutError(error.what + deaths) if deaths else error) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _deaths(self) -> str:
+        dead = [s for s in self._servers if not s.alive()]
+        return "".join(f"\nSGLang at {s.url} has ended; its log ends:\n{s.tail()}" for s in dead)
+
+    # Memory
+
+    def release(self) -> None:
+        """Give the servers' device memory back; their weights stay in host memory.
+
+        Raises:
+            RolloutError: The servers run without the flags that make this safe.
+        """
+        if not (self.info.memory_saver and self.info.cpu_backup):
+            raise RolloutError(
+                "the SGLang server cannot release its memory and come back as it was",
+                "--enable-memory-saver and --enable-weights-cpu-backup",
+                "Start it with both",
+            )
+        self._run(self._everywhere("/flush_cache", {}))
+        self._run(self._everywhere("/release_memory_occupation", {}))
+        self._released = True
+
+    def resume(self) -> None:
+        """Take the device memory again; check the base afterwards (``sync.push.check_base``)."""
+        if self._released:
+            self._run(self._everywhere("/resume_memory_occupation", {}))
+            self._released = False
+
+    async def _everywhere(self, path: str, body: Mapping[str, Any]) -> None:
+        await asyncio.gather(*(client.post(path, body) for client in self._clients))
+
+    def close(self) -> None:
+        """Unload our adapters, close connections, stop the servers we started."""
+        if not self._thread.is_alive():
+            return
+        if not self._servers:
+            for ref in list(self._loaded):
+                with contextlib.suppress(RunError):
+                    self.discard(ref)
+        for client in self._clients:
+            self._run(client.close())
+        self._stop_loop()
+        for server in self._servers:
+            server.stop()
+        for server in self._servers:
+            shutil.rmtree(server.options.work_dir / "model", ignore_errors=True)
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+
+def _sampling(params: SamplingParams, index: int) -> dict[str, Any]:
+    return {
+        "temperature": params.temperature,
+        "max_new_tokens": params.max_new_tokens,
+        "stop_token_ids": list(params.stop_token_ids),
+        "sampling_seed": (params.seed * 1_000_003 + index) % 2**62,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+
+
+def _check_version(completions: Sequence[Completion], served: str, url: str) -> None:
+    for completion in completions:
+        if completion.weight_version != served:
+            raise RolloutError(
+                f"{url} answered under version {completion.weight_version!r}", repr(served)
+            )
+
+
+def _sample(request: Request, completion: Completion, adapter: AdapterRef) -> Sample:
+    finish = {"stop": Finish.STOP, "length": Finish.LENGTH}.get(completion.finish, Finish.ABORT)
+    return Sample(
+        prompt_ids=request.prompt_ids,
+        response_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        finish=finish,
+        adapter=adapter,
+        routed_experts=completion.routed_experts,
+    )

@@ -1,0 +1,239 @@
+"""One SGLang server over HTTP: requests, adapters, memory. Knows the protocol, decides nothing.
+
+Every request for tokens takes ``lora_path`` as a required argument: a request that forgot its
+adapter would be answered by the base without a word. ``None`` asks for the base explicitly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from glm_lora.errors import RolloutError, SyncError
+from glm_lora.rollout.sglang_payload import LoadRequest
+
+logger = logging.getLogger(__name__)
+
+RETRIES = 3
+"""Attempts of one sampling request; the same seed makes a repeated request the same request."""
+_RETRY_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_PAUSE = 0.5
+"""Seconds before the second attempt; doubled each time."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer of ``/generate``."""
+
+    prompt_logprobs: tuple[float, ...]
+    """Of prompt tokens 1.. (empty unless asked for)."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str
+    """SGLang's word: stop, length or abort."""
+    weight_version: str
+    routed_experts: Any = None
+
+
+@dataclass
+class SglangClient:
+    """Talks to the server at ``url``; all methods are coroutines of one event loop.
+
+    Args:
+        url: ``http://host:port``.
+        request_limit: Seconds one sampling request may take.
+        control_limit: Seconds any other call may take.
+        concurrency: Requests in flight at once.
+        api_key: Sent as a bearer token when not empty.
+    """
+
+    url: str
+    request_limit: float = 1800.0
+    control_limit: float = 120.0
+    concurrency: int = 64
+    api_key: str = ""
+    _http: httpx.AsyncClient | None = field(default=None, repr=False)
+    _slots: asyncio.Semaphore | None = field(default=None, repr=False)
+
+    def _client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
+        if self._http is None or self._slots is None:
+            headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+            # A proxy from the environment must not see traffic to a server of our own.
+            self._http = httpx.AsyncClient(
+                base_url=self.url,
+                headers=headers,
+                trust_env=False,
+                limits=httpx.Limits(max_connections=self.concurrency + 4),
+            )
+            self._slots = asyncio.Semaphore(self.concurrency)
+        return self._http, self._slots
+
+    async def close(self) -> None:
+        """Close the connections; the server goes on."""
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+
+    async def get(self, path: str) -> Any:
+        """A GET whose answer is JSON; RolloutError otherwise."""
+        http, _ = self._client()
+        try:
+            response = await http.get(path, timeout=self.control_limit)
+        except httpx.HTTPError as error:
+            raise RolloutError(f"{self.url}{path} failed: {_said(error)}") from error
+        return self._decoded(path, response)
+
+    async def healthy(self) -> bool:
+        """Whether the server answers ``/health`` with success."""
+        http, _ = self._client()
+        try:
+            return (await http.get("/health", timeout=20.0)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def post(self, path: str, body: Mapping[str, Any] | Sequence[bytes]) -> Any:
+        """A POST that must succeed at the first attempt; RolloutError with the server's words.
+
+        Args:
+            path: Route.
+            body: A JSON object, or its text in pieces (sent without joining them).
+        """
+        http, _ = self._client()
+        chunks = [json.dumps(body).encode()] if isinstance(body, Mapping) else body
+        headers = {**_JSON, "Content-Length": str(sum(map(len, chunks)))}
+        try:
+            response = await http.post(
+                path, content=_stream(chunks), headers=headers, timeout=self.control_limit
+            )
+        except httpx.HTTPError as error:
+            raise RolloutError(f"{self.url}{path} failed: {_said(error)}") from error
+        return self._decoded(path, response)
+
+    def _decoded(self, path: str, response: httpx.Response) -> Any:
+        if response.status_code != 200:
+            raise RolloutError(
+                f"{self.url}{path} answered {response.status_code}: {response.text[:500]}"
+            )
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError:
+            return response.text
+
+    async def generate(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        sampling_params: Sequence[Mapping[str, Any]],
+        *,
+        lora_path: str | None,
+        prompt_logprobs: bool = False,
+        routed_experts: bool = False,
+    ) -> list[Completion]:
+        """Sample one completion per entry of ``input_ids``, retrying what may be retried.
+
+        Raises:
+            RolloutError: The server refused, kept failing, or its answer is not one.
+        """
+        body = {
+            "input_ids": [list(ids) for ids in input_ids],
+            "sampling_params": [dict(p) for p in sampling_params],
+            "lora_path": [lora_path] * len(input_ids),
+            "return_logprob": True,
+            "logprob_start_len": 0 if prompt_logprobs else -1,
+        }
+        if routed_experts:
+            body["return_routed_experts"] = True
+        answer = await self._post_with_retries("/generate", json.dumps(body).encode())
+        answers = answer if isinstance(answer, list) else [answer]
+        if len(answers) != len(input_ids):
+            raise RolloutError(
+                f"{self.url} returned {len(answers)} completions", f"{len(input_ids)}"
+            )
+        return [_completion(a, self.url, prompt_logprobs) for a in answers]
+
+    async def _post_with_retries(self, path: str, content: bytes) -> Any:
+        http, slots = self._client()
+        reason = ""
+        for attempt in range(RETRIES):
+            if attempt:
+                await asyncio.sleep(_PAUSE * 2 ** (attempt - 1))
+            try:
+                async with slots:
+                    response = await http.post(
+                        path, content=content, headers=_JSON, timeout=self.request_limit
+                    )
+            except httpx.HTTPError as error:
+                reason = _said(error)
+            else:
+                if response.status_code not in _RETRY_STATUS:
+                    return self._decoded(path, response)
+                reason = f"status {response.status_code}: {response.text[:300]}"
+            logger.warning("%s%s failed (%s), attempt %d", self.url, path, reason, attempt + 1)
+        raise RolloutError(
+            f"{self.url}{path} failed {RETRIES} times; the last time: {reason}",
+            next_step="See the server's log",
+        )
+
+    async def load_adapter(self, request: LoadRequest) -> None:
+        """Send a prepared load request; SyncError unless every rank reports success."""
+        try:
+            answer = await self.post(request.path, request.chunks)
+        except RolloutError as error:
+            raise SyncError(f"the adapter was not loaded: {error.what}") from error
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise SyncError(f"{self.url} did not load the adapter: {str(answer)[:500]}")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload ``name``; the server waits for the requests that use it."""
+        answer = await self.post("/unload_lora_adapter", {"lora_name": name})
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise RolloutError(f"{self.url} did not unload {name}: {str(answer)[:500]}")
+
+    async def set_version(self, version: str) -> None:
+        """Name the state that answers carry as ``weight_version``; running requests go on."""
+        body = {"new_version": version, "abort_all_requests": False}
+        answer = await self.post("/update_weight_version", body)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise SyncError(f"{self.url} did not take version {version}: {str(answer)[:300]}")
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+async def _stream(chunks: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+
+
+def _said(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__} {error}".strip()
+
+
+def _completion(answer: Any, url: str, want_prompt: bool) -> Completion:
+    try:
+        meta = answer["meta_info"]
+        output = meta["output_token_logprobs"]
+        prompt = meta["input_token_logprobs"][1:] if want_prompt else []
+        finish = meta["finish_reason"]
+        completion = Completion(
+            prompt_logprobs=tuple(float(entry[0]) for entry in prompt),
+            token_ids=tuple(int(entry[1]) for entry in output),
+            logprobs=tuple(float(entry[0]) for entry in output),
+            finish=str(finish["type"]),
+            weight_version=str(meta.get("weight_version", "")),
+            routed_experts=meta.get("routed_experts"),
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise RolloutError(
+            f"{url} sent an answer without {error!r}: {str(answer)[:300]}"
+        ) from error
+    if completion.finish == "abort":
+        logger.warning("%s aborted a request: %s", url, finish.get("message", ""))
+    return completion

@@ -1,0 +1,120 @@
+"""What an SGLang server says of itself: read once before the first step, never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.errors import RolloutError, SyncError
+from glm_lora.protocols import Capabilities
+from glm_lora.rollout.sglang_client import SglangClient
+from glm_lora.rollout.sglang_plugin import REPORT_KEY
+from glm_lora.rollout.sglang_plugin.widths import PARTS, module_names
+
+TENSORS_ROUTE = "/load_lora_adapter_from_tensors"
+FOLDER_ROUTE = "/load_lora_adapter"
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """One server's account of itself."""
+
+    version: str
+    dtype: str
+    max_rank: int
+    targets: frozenset[str]
+    """Leaf names of adaptable projections."""
+    tensor_parallel: int
+    memory_saver: bool
+    cpu_backup: bool
+    routed_experts: bool
+    plugin: Mapping[str, Any]
+    """The plugin's report from inside the scheduler; empty where it is not active."""
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the plugin checks and accounts for what this server receives."""
+        return bool(self.plugin.get("prepared"))
+
+    def capabilities(self) -> Capabilities:
+        """The record the loop works with."""
+        return Capabilities(
+            engine="sglang",
+            version=self.version,
+            max_rank=self.max_rank,
+            target_leaves=self.targets,
+            dtype=self.dtype,
+            routed_experts=self.routed_experts,
+            api=TENSORS_ROUTE.lstrip("/"),
+        )
+
+    def check_plugin(self, spec: ModelSpec) -> None:
+        """RolloutError unless the plugin serves every targeted module of a model of ``spec``."""
+        if not self.verifies:
+            raise RolloutError(
+                f"the glm-lora plugin is not active in SGLang {self.version}",
+                "its report in /server_info",
+                "Install this package into SGLang's environment: pip install --no-deps glm-lora",
+            )
+        targeted = set(self.plugin.get("target_modules", ()))
+        expected = sum(n.rsplit(".", 1)[-1] in targeted for n in module_names(spec))
+        if self.plugin.get("modules") != expected:
+            raise RolloutError(
+                f"SGLang wraps {self.plugin.get('modules')} modules with LoRA", str(expected)
+            )
+
+    def received(self, name: str, digest: str) -> int:
+        """Number of tensors held for ``name``; SyncError unless they have ``digest``."""
+        account = self.plugin.get("adapters", {}).get(name)
+        if account is None:
+            raise SyncError(f"the server does not list adapter {name} after loading it")
+        if account.get("digest") != digest:
+            raise SyncError(
+                f"the server received digest {str(account.get('digest'))[:16]}", digest[:16]
+            )
+        return int(account.get("num_tensors", 0))
+
+
+async def read_info(client: SglangClient) -> ServerInfo:
+    """Ask ``client``'s server what it is.
+
+    Raises:
+        RolloutError: No answer, no adapters enabled, or an answer without the fields needed.
+    """
+    data = await client.get("/server_info")
+    try:
+        states = data.get("internal_states") or [{}]
+        merged: dict[str, Any] = {**data, **states[0]}
+        if not merged.get("enable_lora"):
+            raise RolloutError(
+                f"SGLang at {client.url} serves no adapters", "a server with --enable-lora"
+            )
+        names: list[str] = sorted(merged.get("lora_target_modules") or ())
+        dtype = str(merged["dtype"])
+        return ServerInfo(
+            version=str(data["version"]),
+            dtype="bfloat16" if dtype == "auto" else dtype,
+            max_rank=int(merged["max_lora_rank"]),
+            targets=frozenset(leaf for n in names for leaf in PARTS.get(n, (n,))),
+            tensor_parallel=int(merged.get("tp_size", 1)),
+            memory_saver=bool(merged.get("enable_memory_saver")),
+            cpu_backup=bool(merged.get("enable_weights_cpu_backup")),
+            routed_experts=bool(merged.get("enable_return_routed_experts")),
+            plugin=states[0].get(REPORT_KEY) or {},
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RolloutError(
+            f"{client.url}/server_info lacks {error!r}", "the answer of an SGLang server"
+        ) from error
+
+
+def same_info(first_url: str, first: ServerInfo, url: str, info: ServerInfo) -> None:
+    """RolloutError unless two servers agree on everything that samples depend on."""
+    for what in ("version", "dtype", "max_rank", "targets", "memory_saver", "cpu_backup"):
+        if getattr(first, what) != getattr(info, what):
+            raise RolloutError(
+                f"{what} is {getattr(info, what)} at {url}, {getattr(first, what)} at {first_url}",
+                "the same on all servers",
+            )
