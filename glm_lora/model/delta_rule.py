@@ -70,19 +70,18 @@ def delta_rule(
         ``[B, L, h, d]`` in the dtype of ``v``; all arithmetic is fp32.
     """
     dtype, length = v.dtype, v.shape[1]
-    q, k, v, g = (x.transpose(1, 2).float() for x in (q, k, v, log_decay))
-    beta = beta.transpose(1, 2).float().unsqueeze(-1)
+    q, k, v, g = (x.transpose(1, 2).float().contiguous() for x in (q, k, v, log_decay))
+    beta = beta.transpose(1, 2).float().contiguous().unsqueeze(-1)
     q, k = unit_norm(q) * q.shape[-1] ** -0.5, unit_norm(k)
     chunk = chunk_length(length, lower_bound)
     if chunk >= length:
-        out, _ = _chunk(q, k, v * beta, g, beta, None, last=True)
+        out, _ = _chunk(q, k, v, g, beta, None, True)
         return out.transpose(1, 2).to(dtype)
     state, outs = None, []
     for start in range(0, length, chunk):
         part = slice(start, start + chunk)
-        qc, kc, vc, gc, bc = (x[:, :, part] for x in (q, k, v, g, beta))
-        last = start + chunk >= length
-        out, state = _chunk(qc, kc, vc * bc, gc, bc, state, last=last)
+        inputs = (x[:, :, part] for x in (q, k, v, g, beta))
+        out, state = _chunk(*inputs, state, start + chunk >= length)
         outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2).to(dtype)
 
@@ -92,44 +91,99 @@ def chunk_length(length: int, lower_bound: float) -> int:
     return max(1, min(length, 2 * int(_LARGEST_EXPONENT / max(-lower_bound, 1e-3))))
 
 
-def _chunk(
-    q: Tensor,
-    k: Tensor,
-    v_beta: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None,
-    *,
-    last: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """One chunk, ``[B, h, C, d]``: its outputs and the state after it (None when ``last``)."""
-    length = k.shape[2]
-    total = g.cumsum(2)
-    middle = total[:, :, (length - 1) // 2 : (length - 1) // 2 + 1]
-    rise = (total - middle).exp()
-    fall = (middle - total).exp()
-    k_rise, k_fall, q_rise = k * beta * rise, k * fall, q * rise
-    pairs = torch.cat([k_rise, q_rise], dim=2) @ k_fall.transpose(-1, -2)
-    solve = pairs[:, :, :length].tril(-1)
-    attend = pairs[:, :, length:].tril()
-    right = v_beta
-    if state is not None:
-        # exp(total) = rise * exp(middle): move the state to the chunk's middle once.
-        moved = state * middle.exp().transpose(-1, -2)
-        right = v_beta - k_rise @ moved
-    update = torch.linalg.solve_triangular(
-        solve + torch.eye(length, dtype=solve.dtype, device=solve.device),
-        right,
-        upper=False,
-        unitriangular=True,
-    )
-    out = attend @ update
-    if state is not None:
-        out = out + q_rise @ moved
-    if last:
-        return out, None
-    end = total[:, :, -1:]
-    new = (k * (end - total).exp()).transpose(-1, -2) @ update
-    if state is not None:
-        new = new + state * end.exp().transpose(-1, -2)
-    return out, new
+class _Chunk(torch.autograd.Function):
+    """One chunk, ``[B, h, C, d]``: its outputs and the state ``[B, h, d, d]`` after it.
+
+    With G the cumulated log-decay, ``rise = exp(G - middle)`` and ``fall = exp(middle - G)``:
+    ``(I + tril(k_rise k_fall^T, -1)) U = beta v - k_rise S`` and
+    ``o = tril(q_rise k_fall^T) U + q_rise S``, S being the state moved to the middle. No result
+    depends on the choice of the middle, so no gradient goes through it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor | None,
+        last: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        length = k.shape[2]
+        total = g.cumsum(2)
+        middle = total[:, :, (length - 1) // 2].unsqueeze(2)
+        rise = (total - middle).exp_()
+        fall = rise.reciprocal()
+        k_rise = k * beta
+        rising = torch.cat([k_rise.mul_(rise), q * rise], dim=2)
+        falling = k * fall
+        pairs = rising @ falling.transpose(-1, -2)
+        solve, attend = pairs[:, :, :length], pairs[:, :, length:].tril()
+        right, moved = v * beta, None
+        if state is not None:
+            moved = state * middle.exp().transpose(-1, -2)
+            right = right - rising[:, :, :length] @ moved
+        # unitriangular reads only what lies strictly below the diagonal.
+        update = torch.linalg.solve_triangular(solve, right, upper=False, unitriangular=True)
+        out = attend @ update
+        if moved is not None:
+            out += rising[:, :, length:] @ moved
+        new, leave, remain = None, None, None
+        if not last:
+            leave = (total[:, :, -1:] - total).exp_()
+            remain = total[:, :, -1:].exp().transpose(-1, -2)
+            new = (k * leave).transpose(-1, -2) @ update
+            if state is not None:
+                new += state * remain
+        ctx.save_for_backward(q, k, v, beta, rise, fall, rising, falling, solve, attend, update)
+        ctx.carried = (state, moved, middle, leave, remain)
+        return out, new
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, beta, rise, fall, rising, falling, solve, attend, update = ctx.saved_tensors
+        state, moved, middle, leave, remain = ctx.carried
+        d_out, d_new = grads
+        assert d_out is not None
+        length = k.shape[2]
+        d_update = attend.transpose(-1, -2) @ d_out
+        if d_new is not None and leave is not None:
+            d_update += (k * leave) @ d_new
+        d_right = torch.linalg.solve_triangular(
+            solve.transpose(-1, -2), d_update, upper=True, unitriangular=True
+        )
+        d_pairs = torch.cat([d_right.neg(), d_out], dim=2) @ update.transpose(-1, -2)
+        d_pairs[:, :, :length].tril_(-1)
+        d_pairs[:, :, length:].tril_()
+        d_rising = d_pairs @ falling
+        d_falling = d_pairs.transpose(-1, -2) @ rising
+        d_state = None
+        if moved is not None:
+            signed = torch.cat([d_right.neg(), d_out], dim=2)
+            d_rising += signed @ moved.transpose(-1, -2)
+            d_state = (rising.transpose(-1, -2) @ signed) * middle.exp().transpose(-1, -2)
+        # d exp(x) = exp(x) dx: each factor carries its own gradient back to G.
+        carried = d_rising * rising
+        d_total = (carried[:, :, :length] + carried[:, :, length:]).sub_(d_falling * falling)
+        d_k_beta = d_rising[:, :, :length] * rise
+        d_q = d_rising[:, :, length:] * rise
+        d_k = (d_falling * fall).addcmul_(d_k_beta, beta)
+        d_beta = (d_k_beta * k).addcmul_(d_right, v).sum(-1, keepdim=True)
+        if d_new is not None and leave is not None and remain is not None:
+            d_leave = update @ d_new.transpose(-1, -2) * leave
+            d_k += d_leave
+            d_leave *= k
+            d_total -= d_leave
+            d_total[:, :, -1] += d_leave.sum(2)
+            if state is not None:
+                kept = d_new * remain
+                d_total[:, :, -1] += (kept * state).sum(-1)
+                d_state = kept if d_state is None else d_state + kept
+        d_g = d_total.flip(2).cumsum(2).flip(2)
+        return d_q, d_k, d_right * beta, d_g, d_beta, d_state, None
+
+
+def _chunk(*inputs: Any) -> tuple[Tensor, Tensor | None]:
+    return _Chunk.apply(*inputs)  # pyright: ignore[reportReturnType]

@@ -27,16 +27,16 @@ class _ClampedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gate_up,), limit = ctx.saved_tensors, ctx.limit
         gate, up = gate_up.chunk(2, dim=-1)
-        clamped = gate.clamp(max=limit)
+        low, mid = gate.clamp(max=limit), up.clamp(-limit, limit)
+        sigmoid = torch.sigmoid(low)
+        silu = low * sigmoid
         out = torch.empty_like(gate_up)
         d_gate, d_up = out.chunk(2, dim=-1)
-        sigmoid = torch.sigmoid(clamped)
-        silu = clamped * sigmoid
         torch.mul(grads[0], silu, out=d_up)
-        d_up.mul_(up.abs() <= limit)
+        d_up.mul_(mid == up)
         # d silu / dx = sigmoid + silu (1 - sigmoid)
-        torch.mul(grads[0], up.clamp(-limit, limit), out=d_gate)
-        d_gate.mul_(sigmoid + silu * (1 - sigmoid)).mul_(gate <= limit)
+        slope = torch.addcmul(sigmoid + silu, silu, sigmoid, value=-1).mul_(mid).mul_(low == gate)
+        torch.mul(grads[0], slope, out=d_gate)
         return out, None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,6 +31,21 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return (normed * torch.sigmoid(gate.float())).to(x.dtype)
 
 
+class _UnitNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        inverse = x.square().sum(-1, keepdim=True).add_(eps).rsqrt_()
+        y = x * inverse
+        ctx.save_for_backward(y, inverse)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        y, inverse = ctx.saved_tensors
+        along = (grads[0] * y).sum(-1, keepdim=True)
+        return torch.addcmul(grads[0], y, along, value=-1).mul_(inverse), None
+
+
 def unit_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(sum(x^2) + eps)`` over the last axis."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+    return _UnitNorm.apply(x, eps)  # pyright: ignore[reportReturnType]
