@@ -115,20 +115,19 @@ def load_tensors(folder: Path, wanted: Mapping[str, Any]) -> None:
     try:
         # Replicas read the same pieces on purpose, so the check for a single reader is off.
         dist_checkpointing.load(dict(wanted), str(folder), validate_access_integrity=False)
-    except KeyError as error:
-        missing = str(error.args[0]).split(" from model")[0].strip("'\"")
-        raise CheckpointError(
-            f"{folder} does not hold {missing}", "a checkpoint of this model"
-        ) from error
-    except (CheckpointingException, OSError, EOFError, RuntimeError, AssertionError) as error:
-        raise CheckpointError(
-            f"{folder} cannot be loaded: {error}", "a complete checkpoint of this model"
-        ) from error
     except CheckpointException as error:
-        causes = "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
-        raise CheckpointError(
-            f"{folder} cannot be loaded: {causes}", "a complete checkpoint of this model"
-        ) from error
+        # One entry per rank that failed, each with its exception.
+        raise _load_error(folder, min(error.failures.items())[1][0]) from error
+    except (CheckpointingException, KeyError, OSError, EOFError, RuntimeError) as error:
+        raise _load_error(folder, error) from error
+
+
+def _load_error(folder: Path, cause: BaseException) -> CheckpointError:
+    expected = "a complete checkpoint of this model"
+    key, separator, _ = str(cause).strip("'\"").partition(" from model not in state dict")
+    if separator:
+        return CheckpointError(f"{folder} does not hold {key}", expected)
+    return CheckpointError(f"{folder} cannot be loaded: {cause}", expected)
 
 
 def load_base(stage: BaseHolder, ref_load: Path) -> None:

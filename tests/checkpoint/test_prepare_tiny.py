@@ -16,7 +16,7 @@ from glm_lora.checkpoint.prepare import PrepareResult, prepare
 from glm_lora.checkpoint.torch_dist import RELEASE, TRACKER
 from glm_lora.errors import CheckpointError
 from glm_lora.fingerprint import tensor_bytes
-from tests.checkpoint.conftest import tiny_config
+from tests.prepared import tiny_config
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_base_without_tracker_is_no_base(root: Path, tiny: PrepareResult) -> N
 
 
 def test_missing_base(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no base.*glm-lora prepare") as caught:
+    with pytest.raises(CheckpointError, match=r"holds no base.*glm-lora prepare") as caught:
         check_base(tmp_path, TINY)
     assert caught.value.exit_code == 2 and isinstance(caught.value, OSError)
 
@@ -117,7 +117,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path, option: str, force: bool) 
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "ckpt").write_text("")
-    with pytest.raises(CheckpointError, match="is a file|Not a directory|cannot be written"):
+    with pytest.raises(CheckpointError, match=r"is a file|Not a directory|cannot be written"):
         prepare(tiny_config(tmp_path))
     assert {p.name for p in tmp_path.iterdir()} == {"ckpt"}
 
@@ -131,7 +131,7 @@ def test_dry_run_touches_nothing(tmp_path: Path) -> None:
 def test_full_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "ckpt" / "tiny_torch_dist" / TRACKER).unlink()
     monkeypatch.setattr("glm_lora.checkpoint.base_build.free_bytes", lambda folder: 1000)
-    with pytest.raises(CheckpointError, match="needs .* GB and the disk of"):
+    with pytest.raises(CheckpointError, match=r"needs .* GB and the disk of"):
         prepare(tiny_config(root))
 
 

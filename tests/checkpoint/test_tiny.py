@@ -22,7 +22,7 @@ def model(tiny: PrepareResult) -> torch.nn.Module:
 
 
 def test_headroom(model: torch.nn.Module) -> None:
-    # A third of the ambiguous answers is the digit itself, less 10 % label noise (FACTS: 0.27-0.33).
+    # A third of the ambiguous answers is the digit itself, less the label noise.
     assert 0.27 <= toy.accuracy(model, "?") <= 0.33
     # Clear marks are wrong only where the noise changed the label: 1 - 0.1 * 9 / 10 = 0.91.
     assert all(0.87 <= toy.accuracy(model, mark) <= 0.95 for mark in "+-=")
