@@ -37,7 +37,9 @@ def some(names: Iterable[str]) -> str:
 def fused_partners(site: Site) -> tuple[str, ...]:
     """Disk names of all projections that SGLang fuses with ``site`` (itself included)."""
     rows: tuple[Row, ...] = (*KDA_ROWS, *DSA_ROWS, *DENSE_ROWS, *MOE_ROWS)
-    own = next(r for r in rows if r.group == site.group and r.leaf == site.leaf)
+    own = next((r for r in rows if r.group == site.group and r.leaf == site.leaf), None)
+    if own is None:  # a site of another model
+        return (site.disk_name,)
     prefix = site.disk_name.removesuffix(own.path)
     return tuple(
         prefix + r.path
