@@ -6,7 +6,9 @@ command or a file given is wrong (nothing was started); 1 a run failed; 130 inte
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     show_traceback = "--traceback" in arguments
+    _quiet_libraries()
     try:
         app(args=[a for a in arguments if a != "--traceback"], prog_name="glm-lora")
     except SystemExit as error:
@@ -59,6 +62,18 @@ def main(argv: list[str] | None = None) -> int:
         err.print("stopped")
         return 130
     return 0
+
+
+def _quiet_libraries() -> None:
+    """Hide what libraries say about optional packages; what matters is said by our own errors.
+
+    Set before they are imported, and inherited by Ray's processes.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    for module in ("megatron", "transformers", "torch"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\..*)?$")
 
 
 def _show(error: GlmLoraError) -> None:
@@ -215,9 +230,9 @@ def train(
     with ConsoleListener(console, 0, config.rollout.num_rollout) as listener:
         folder = run_training(checked, listener, resume=resume, force=force)
     if folder is not None:
-        out.print(f"run folder  {folder.path}")
-        out.print(f"metrics     {folder.metrics}")
-        out.print(f"adapter     {folder.adapter}")
+        out.print(f"run folder  {folder.path}", soft_wrap=True)
+        out.print(f"metrics     {folder.metrics}", soft_wrap=True)
+        out.print(f"adapter     {folder.adapter}", soft_wrap=True)
 
 
 @app.command()
@@ -272,7 +287,8 @@ def _announce(checked: Any) -> None:
         f"{selection.trainable_parameters:,} trainable parameters at rank {selection.rank}; "
         f"{config.launcher}, {config.world_size} trainer rank(s), "
         f"{config.rollout.rollout_engine} engine; {config.rollout.num_rollout} rollouts of "
-        f"{config.rollout.rollout_batch_size} x {config.rollout.n_samples_per_prompt} samples"
+        f"{config.rollout.rollout_batch_size} x {config.rollout.n_samples_per_prompt} samples",
+        soft_wrap=True,
     )
     for line in checked.resolution.warnings:
         out.print(f"note: {line}")

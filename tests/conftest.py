@@ -1,8 +1,9 @@
-"""One torch thread per test process, and the repository root on the import path."""
+"""One torch thread per test process, the repository root on the import path, the tiny model."""
 
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -10,3 +11,18 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    """What ``prepare --model-name tiny`` made, once for the whole session."""
+    from glm_lora.checkpoint.prepare import prepare
+    from tests.prepared import tiny_config
+
+    return prepare(tiny_config(tmp_path_factory.mktemp("prepared")))
+
+
+@pytest.fixture(scope="session")
+def tiny_root(tiny) -> Path:
+    """The folder in which it lies (``tests.prepared.folders`` gives the options)."""
+    return tiny.ref_load.parent.parent

@@ -38,20 +38,22 @@ def _jsonable(value: float) -> float | str:
 
 
 class JsonlSink:
-    """One JSON object per rollout, on disk when ``log`` returns."""
+    """One JSON object per rollout, on disk when ``log`` returns.
+
+    The file is opened for each line: a resume may have replaced it since the run started.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self._path = path
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
         record = {STEP_KEY: step, **{k: _jsonable(v) for k, v in metrics.items()}}
-        self._stream.write(json.dumps(record, allow_nan=False) + "\n")
-        self._stream.flush()
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
+        """Nothing is held open."""
 
 
 class TensorBoardSink:

@@ -1,0 +1,230 @@
+"""The whole job on the tiny model: the reward rises, nothing drifts, everything is checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from glm_lora.cli import main
+from glm_lora.fingerprint import fingerprint_tensors
+from glm_lora.report.run_folder import read_metrics
+from tests.conftest import ROOT
+from tests.prepared import folders
+
+LAUNCHER = str(ROOT / "launchers" / "run_glm5_3_flash_lora.py")
+
+
+def train(root: Path, run: Path, *options: str, launcher: str = "inline") -> int:
+    arguments = ["train", "--model-name", "tiny", "--launcher", launcher, "--run-dir", str(run)]
+    return main([*arguments, *folders(root), *options])
+
+
+def metric(run: Path, name: str) -> list[float]:
+    return [record[name] for record in read_metrics(run / "metrics.jsonl")]
+
+
+def adapter(run: Path) -> str:
+    """Fingerprint of the exported adapter: equal for bit-equal tensors."""
+    from safetensors.torch import load_file
+
+    return fingerprint_tensors(load_file(run / "adapter" / "adapter_model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_root, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    assert train(tiny_root, run) == 0
+    return run
+
+
+def test_the_reward_rises(whole_run):
+    rewards = metric(whole_run, "rollout/raw_reward")
+    assert len(rewards) == 60
+    assert np.mean(rewards[:5]) <= 0.40
+    assert np.mean(rewards[-5:]) >= 0.85
+
+
+def test_trainer_and_engine_agree_in_every_rollout(whole_run):
+    # Two fp32 implementations of four layers: rounding only.
+    assert max(metric(whole_run, "train/train_rollout_logprob_abs_diff")) <= 1e-4
+    assert max(metric(whole_run, "train/train_rollout_logprob_nonfinite")) == 0
+
+
+def test_only_the_adapter_travels(whole_run):
+    selection = json.loads((whole_run / "selection.json").read_text())
+    assert len(selection["sites"]) == 43
+    sent = set(metric(whole_run, "sync/bytes"))
+    assert sent == {41056 * 4}, "43 adapters of rank 8 in fp32, every time, and nothing else"
+
+
+def test_metrics_have_the_recipes_names(whole_run):
+    record = read_metrics(whole_run / "metrics.jsonl")[-1]
+    wanted = {
+        "rollout/step", "rollout/raw_reward", "rollout/response_length", "train/loss",
+        "train/grad_norm", "train/ppo_kl", "train/lr", "train/entropy",
+        "train/train_rollout_logprob_abs_diff", "sync/bytes", "sync/seconds", "time/rollout",
+        "time/train", "time/sync",
+    }  # fmt: skip
+    assert wanted <= set(record), wanted - set(record)
+
+
+def test_the_export_loads_in_stock_peft_and_answers_as_the_run_did(whole_run, tiny):
+    """Greedy accuracy of the exported adapter on the ambiguous mark, and of the base without it."""
+    from peft import PeftModel
+    from transformers import AutoTokenizer, Glm5NextForConditionalGeneration
+
+    model = Glm5NextForConditionalGeneration.from_pretrained(tiny.hf_checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.hf_checkpoint)
+    model = PeftModel.from_pretrained(model, whole_run / "adapter").eval()
+    prompts = torch.tensor([tokenizer.encode(f"{d}?>") for d in range(10)])
+    labels = torch.tensor([tokenizer.encode(str(d))[0] for d in range(10)])
+
+    def chance_of_the_label() -> float:
+        with torch.no_grad():
+            probabilities = model(prompts).logits[:, -1].softmax(-1)
+        return float(probabilities[torch.arange(10), labels].mean())
+
+    assert chance_of_the_label() >= 0.85
+    with model.disable_adapter():
+        assert chance_of_the_label() <= 0.40
+
+
+def test_ray_and_inline_give_the_same_adapter(tiny_root, tmp_path):
+    for launcher in ("inline", "ray"):
+        options = ["--num-rollout", "3"]
+        assert train(tiny_root, tmp_path / launcher, *options, launcher=launcher) == 0
+    assert adapter(tmp_path / "inline") == adapter(tmp_path / "ray")
+
+
+def test_ray_is_stopped_when_the_run_started_it(tiny_root, tmp_path):
+    import ray
+
+    assert train(tiny_root, tmp_path / "run", "--num-rollout", "1", launcher="ray") == 0
+    assert not ray.is_initialized()
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_another(tiny_root, tmp_path):
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        assert train(tiny_root, tmp_path / name, "--num-rollout", "2", "--seed", seed) == 0
+    assert adapter(tmp_path / "a") == adapter(tmp_path / "b")
+    assert adapter(tmp_path / "a") != adapter(tmp_path / "c")
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tiny_root, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert train(tiny_root, whole, "--num-rollout", "6") == 0
+    assert train(tiny_root, cut, "--num-rollout", "3") == 0
+    assert train(tiny_root, cut, "--num-rollout", "6", "--resume") == 0
+    assert metric(cut, "rollout/step") == list(range(6))
+    assert metric(cut, "rollout/raw_reward") == metric(whole, "rollout/raw_reward")
+    assert metric(cut, "train/grad_norm") == metric(whole, "train/grad_norm")
+    assert adapter(cut) == adapter(whole)
+
+
+def test_a_second_start_is_refused(tiny_root, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train(tiny_root, run, "--num-rollout", "1") == 0
+    before = adapter(run)
+    assert train(tiny_root, run, "--num-rollout", "1") == 2
+    assert "--resume" in capsys.readouterr().err
+    assert adapter(run) == before
+    assert train(tiny_root, run, "--num-rollout", "2", "--force") == 0
+
+
+@pytest.mark.parametrize("launcher", ["inline", "ray"])
+def test_ctrl_c_saves_and_exits_130(tiny_root, tmp_path, launcher):
+    run = tmp_path / "run"
+    command = [sys.executable, LAUNCHER, "train", "--model-name", "tiny", "--launcher", launcher]
+    command += ["--run-dir", str(run), "--num-rollout", "500", *folders(tiny_root)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not metric_lines(run):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "no rollout within two minutes"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    saved = sorted((run / "checkpoints").glob("iter_*"))
+    assert saved, output
+    done = metric_lines(run)
+    assert saved[-1].name == f"iter_{done:07d}"
+    if launcher == "inline":
+        assert train(tiny_root, run, "--resume", "--num-rollout", str(done + 1)) == 0
+        assert metric_lines(run) == done + 1
+
+
+def metric_lines(run: Path) -> int:
+    return len((run / "metrics.jsonl").read_text().splitlines())
+
+
+def test_torchrun_without_ray(tiny_root, tmp_path):
+    train(tiny_root, tmp_path / "inline", "--num-rollout", "2")
+    torchrun(tiny_root, tmp_path / "torchrun", 1, "--num-rollout", "2")
+    assert adapter(tmp_path / "inline") == adapter(tmp_path / "torchrun")
+
+
+def torchrun(root: Path, run: Path, ranks: int, *options: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += [LAUNCHER, "train", "--model-name", "tiny", "--run-dir", str(run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, *folders(root), *options], check=True, timeout=240, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        (2, ["--tensor-model-parallel-size", "2"]),
+        (2, ["--expert-model-parallel-size", "2"]),
+        (2, ["--pipeline-model-parallel-size", "2"]),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["ray", "torchrun"])
+def test_more_ranks_train_the_same_adapter(tiny_root, tmp_path, whole_run, ranks, shape, launcher):
+    """Rounding in other orders changes samples after a while, so the first updates are compared."""
+    from safetensors.torch import load_file
+
+    options = ["--num-rollout", "2", "--drift-check-interval", "1", *shape]
+    assert train(tiny_root, tmp_path / "one", "--num-rollout", "2") == 0
+    if launcher == "ray":
+        gpus = ["--num-gpus-per-node", str(ranks)]
+        assert train(tiny_root, tmp_path / "many", *options, *gpus, launcher="ray") == 0
+    else:
+        torchrun(tiny_root, tmp_path / "many", ranks, *options)
+    one, many = (
+        load_file(tmp_path / n / "adapter" / "adapter_model.safetensors") for n in ("one", "many")
+    )
+    assert one.keys() == many.keys()
+    for key, value in one.items():
+        torch.testing.assert_close(many[key], value, rtol=1e-3, atol=1e-5)
+
+
+def test_the_base_is_bit_equal_after_training(whole_run, tiny):
+    """The run checked it in memory; here the base on disk is read again."""
+    from glm_lora.checkpoint.manifest import read_manifest
+    from glm_lora.checkpoint.prepare import prepare
+    from tests.prepared import tiny_config
+
+    root = tiny.ref_load.parent.parent
+    assert prepare(tiny_config(root, verify=True)).fingerprint == tiny.fingerprint
+    recorded = json.loads((whole_run / "base.json").read_text())["fingerprint"]
+    assert recorded == read_manifest(tiny.ref_load).fingerprint
+
+
+def test_fingerprint_sees_one_changed_bit():
+    tensors = {"a": torch.zeros(3), "b": torch.ones(2)}
+    before = fingerprint_tensors(tensors)
+    assert fingerprint_tensors(dict(reversed(tensors.items()))) == before
+    tensors["a"][1] = 1e-45
+    assert fingerprint_tensors(tensors) != before
