@@ -135,6 +135,8 @@ class RolloutConfig(_Strict):
     """Samples per prompt: the group of GRPO."""
     rollout_max_response_len: int = Field(default=4096, ge=1)
     """Token limit of a response."""
+    rollout_max_prompt_len: int | None = Field(default=None, ge=1)
+    """Token limit of a prompt after the chat template; longer rows cannot be used."""
     rollout_temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer's log-probabilities use the same."""
     rollout_shuffle: bool = True
@@ -153,6 +155,10 @@ class RolloutConfig(_Strict):
     """exact, math, dapo, FILE.py or an http(s) URL."""
     reward_timeout: float = Field(default=10.0, gt=0)
     """Seconds one scoring call may take."""
+    overlong_buffer_len: int = Field(default=0, ge=0)
+    """Tokens before the response limit over which a penalty on length grows; 0 turns it off."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """Size of the full penalty on length."""
     enable_r3: bool = False
     """Replay the engine's expert choices in the trainer."""
     async_level: int = Field(default=0, ge=0, le=1)

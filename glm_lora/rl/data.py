@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from glm_lora.errors import DataError
+from glm_lora.rl import word_problems
 
 Messages = tuple[Mapping[str, Any], ...]
 ROLES = ("system", "user", "assistant", "tool")
+PACKAGED = {"word-problems": word_problems.PATH}
+"""Data sets that ship with the package, by the name that ``--prompt-data`` takes."""
 _SHOWN = 20
 """Bad rows listed in full in one report."""
 
@@ -97,9 +100,10 @@ def load_prompts(
     """Read, check and tokenise all prompt files.
 
     Args:
-        sources: Paths ending in .jsonl, .json or .parquet, each optionally ``PATH@WEIGHT``.
-            Without weights every row has the same chance.
-        encode: Prompt text or messages to tokens, chat template included.
+        sources: Paths ending in .jsonl, .json or .parquet, or names in ``PACKAGED``, each
+            optionally ``PATH@WEIGHT``. Without weights every row has the same chance.
+        encode: Prompt text or messages to tokens, chat template included; a DataError makes the
+            row a bad one.
         input_key: Field with the prompt: text, or a list of ``{role, content}`` messages.
         label_key: Field with the expected answer (text or a number).
         metadata_key: Optional field with an object for the reward.
@@ -141,17 +145,22 @@ def _report(bad: Sequence[BadRow]) -> DataError:
 
 
 def _split_weight(source: str) -> tuple[Path, float | None]:
-    """``PATH@WEIGHT`` or ``PATH``; an existing file's own name wins."""
+    """``PATH@WEIGHT`` or ``PATH``; an existing file's own name wins, then a packaged one's."""
     head, at, tail = source.rpartition("@")
     if not at or Path(source).exists():
-        return Path(source), None
+        return _located(source), None
     try:
         weight = float(tail)
     except ValueError:
-        return Path(source), None
+        return _located(source), None
     if not (weight > 0 and math.isfinite(weight)):
         raise DataError(f"weight {tail} of {head}", "a positive number")
-    return Path(head), weight
+    return _located(head), weight
+
+
+def _located(name: str) -> Path:
+    path = Path(name)
+    return PACKAGED[name] if name in PACKAGED and not path.exists() else path
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,10 @@ class _RowReader:
         if metadata is not None and not isinstance(metadata, dict):
             raise _BadRow(f"{self.metadata_key!r} is a {_kind(metadata)}, not an object")
         prompt = _checked_prompt(row[self.input_key], self.input_key)
-        ids = tuple(int(i) for i in self.encode(prompt))
+        try:
+            ids = tuple(int(i) for i in self.encode(prompt))
+        except DataError as error:
+            raise _BadRow(str(error)) from None
         if not ids:
             raise _BadRow("the prompt has no token")
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:

@@ -1,0 +1,135 @@
+"""Evaluation on a prompt file: pass@1, pass@k and lengths of the base and of an adapter.
+
+Both are served by the same engine with the same prompts and seeds; nothing is merged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from glm_lora.protocols import (
+    BASE,
+    AdapterRef,
+    Finish,
+    Request,
+    RolloutEngine,
+    Sample,
+    SamplingParams,
+)
+from glm_lora.rl.data import Prompt
+from glm_lora.rl.metrics import mean
+from glm_lora.rl.rewards import Reward, Score, make_answers
+from glm_lora.rl.stream import request_seed
+
+EVAL_STREAM = -1
+"""Stands for the rollout number in the seeds of evaluation requests."""
+PASS_VALUE = 0.5
+"""A sample passes when its accuracy (or, without one, its reward) is at least this."""
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of ``k`` samples passes.
+
+    ``1 - C(n - c, k) / C(n, k)``: Chen et al. 2021 (arXiv:2107.03374), equation 1.
+
+    Args:
+        samples: Samples drawn (n), at least ``k``.
+        passed: How many of them passed (c).
+        k: Samples allowed.
+    """
+    assert 0 <= passed <= samples and 1 <= k <= samples, "k of n samples"
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def passes(score: Score) -> bool | None:
+    """Whether a sample passed; None when it was not scored."""
+    if score.value is None:
+        return None
+    return score.parts.get("accuracy", score.value) >= PASS_VALUE
+
+
+def evaluate(
+    engine: RolloutEngine,
+    adapter: AdapterRef,
+    prompts: Sequence[Prompt],
+    reward: Reward,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    sampling: SamplingParams,
+    samples_per_prompt: int = 1,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Sample and score every prompt with one adapter (or ``BASE``).
+
+    Args:
+        engine: Where to sample.
+        adapter: The adapter to evaluate.
+        prompts: All prompts of the evaluation.
+        reward: Scores the responses.
+        decode: Tokens to text.
+        sampling: Limits, temperature and stop tokens; the seed in it is not used.
+        samples_per_prompt: n of pass@k; k are the powers of two up to n, and n itself.
+        seed: Seeds the requests; equal seeds mean equal requests for every adapter.
+
+    Returns:
+        ``eval/...`` scalars. Samples without a score count in ``eval/unscored`` and in nothing
+        else; a prompt with fewer than k scored samples is left out of pass@k.
+    """
+    requests = [
+        Request(
+            prompt.ids,
+            replace(sampling, seed=request_seed(seed, EVAL_STREAM, index)),
+            samples_per_prompt,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    samples = engine.generate(requests, adapter)
+    scores = reward.score(make_answers(prompts, samples, decode, sampling.stop_token_ids))
+    return _summary(samples, scores, samples_per_prompt)
+
+
+def compare(
+    engine: RolloutEngine,
+    adapter: AdapterRef,
+    prompts: Sequence[Prompt],
+    reward: Reward,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    sampling: SamplingParams,
+    samples_per_prompt: int = 1,
+    seed: int = 0,
+) -> dict[str, dict[str, float]]:
+    """``evaluate`` of the base and of ``adapter``, by the names ``base`` and ``adapter``."""
+    return {
+        name: evaluate(
+            engine,
+            ref,
+            prompts,
+            reward,
+            decode,
+            sampling=sampling,
+            samples_per_prompt=samples_per_prompt,
+            seed=seed,
+        )
+        for name, ref in (("base", BASE), ("adapter", adapter))
+    }
+
+
+def _summary(samples: Sequence[Sample], scores: Sequence[Score], n: int) -> dict[str, float]:
+    verdicts = [passes(score) for score in scores]
+    groups = [verdicts[i : i + n] for i in range(0, len(verdicts), n)]
+    known = [[v for v in group if v is not None] for group in groups]
+    result = {
+        "eval/raw_reward": mean([s.value for s in scores if s.value is not None]),
+        "eval/response_length": mean([len(s.response_ids) for s in samples]),
+        "eval/truncated_ratio": mean([s.finish is Finish.LENGTH for s in samples]),
+        "eval/unscored": float(verdicts.count(None)),
+        "eval/prompts": float(len(groups)),
+    }
+    for k in sorted({1, n, *(2**i for i in range(n.bit_length()) if 2**i <= n)}):
+        result[f"eval/pass@{k}"] = mean(
+            [pass_at_k(len(g), sum(g), k) for g in known if len(g) >= k]
+        )
+    return result
