@@ -21,8 +21,9 @@ from glm_lora.protocols import RolloutEngine, Trainer
 from glm_lora.report.console import Listener
 from glm_lora.report.run_folder import RunFolder
 from glm_lora.report.sinks import JsonlSink, MetricSink, TensorBoardSink, WandbSink
+from glm_lora.rl.chat import ChatFormat
 from glm_lora.rl.data import PromptData, load_prompts
-from glm_lora.rl.rewards import Reward, make_reward
+from glm_lora.rl.rewards import Reward, reward_of
 from glm_lora.rl.stream import PromptStream
 from glm_lora.settings import torchrun_world
 from glm_lora.train.job import Job, StopRequest
@@ -47,42 +48,24 @@ def load_text(plan: Plan) -> Text:
     Raises:
         DataError: The tokenizer, a prompt file or the reward cannot be used.
     """
-    from transformers import AutoTokenizer
-
-    config = plan.config
+    config, rollout = plan.config, plan.config.rollout
+    chat = ChatFormat.load(config.hf_checkpoint, plan.spec.eos_token_ids)
+    reward = reward_of(rollout)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"the tokenizer in {config.hf_checkpoint} cannot be loaded: {error}",
-            "the tokenizer files of the checkpoint",
-        ) from error
-    stop = plan.spec.eos_token_ids
-    if not stop:
-        raise DataError(
-            f"{config.hf_checkpoint}/config.json names no eos_token_id",
-            "at least one token that ends a response",
+        data = load_prompts(
+            rollout.prompt_data,
+            chat.encode,
+            input_key=rollout.input_key,
+            label_key=rollout.label_key,
+            metadata_key=rollout.metadata_key,
+            check_label=reward.check_label,
+            max_prompt_tokens=rollout.rollout_max_prompt_len,
+            skip_bad_rows=rollout.skip_bad_rows,
         )
-    reward = make_reward(config.rollout.reward, config.rollout.reward_timeout)
-
-    def encode(prompt: Any) -> Sequence[int]:
-        if isinstance(prompt, str):
-            return tokenizer.encode(prompt, add_special_tokens=False)
-        return tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-
-    rollout = config.rollout
-    data = load_prompts(
-        rollout.prompt_data,
-        encode,
-        input_key=rollout.input_key,
-        label_key=rollout.label_key,
-        metadata_key=rollout.metadata_key,
-        check_label=reward.check_label,
-        skip_bad_rows=rollout.skip_bad_rows,
-    )
-    return Text(data, lambda ids: tokenizer.decode(list(ids)), stop, reward)
+    except DataError:
+        reward.close()
+        raise
+    return Text(data, chat.decode, chat.stop_token_ids, reward)
 
 
 def train(

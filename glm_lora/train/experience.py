@@ -9,7 +9,7 @@ from glm_lora.config import TrainConfig
 from glm_lora.errors import RolloutError
 from glm_lora.protocols import AdapterRef, Finish, Request, RolloutEngine, Sample, SamplingParams
 from glm_lora.rl.data import Prompt
-from glm_lora.rl.rewards import Answer, Reward, Score, response_text
+from glm_lora.rl.rewards import Reward, Score, make_answers
 from glm_lora.rl.stream import request_seed
 
 
@@ -88,16 +88,4 @@ def score_samples(
     stop_token_ids: Sequence[int],
 ) -> list[Score]:
     """One score per sample; ``samples`` holds equally many consecutive samples per prompt."""
-    group = len(samples) // len(prompts)
-    answers = [
-        Answer(
-            prompt=prompts[i // group].text,
-            response=response_text(sample, decode, stop_token_ids),
-            label=prompts[i // group].label,
-            finish=sample.finish,
-            metadata=prompts[i // group].metadata,
-            response_tokens=len(sample.response_ids),
-        )
-        for i, sample in enumerate(samples)
-    ]
-    return reward.score(answers)
+    return reward.score(make_answers(prompts, samples, decode, stop_token_ids))
