@@ -96,10 +96,11 @@ class SglangEngine:
             self._stop_loop()
             raise
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _check_open(self) -> None:
         if not self._thread.is_alive():
-            work.close()
             raise RolloutError("the SGLang engine is closed")
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _read_infos(self) -> ServerInfo:
@@ -130,6 +131,7 @@ class SglangEngine:
             SyncError: A server refused it, received something else, or did not answer. No server
                 keeps it then; versions loaded before stay.
         """
+        self._check_open()
         start = time.perf_counter()
         ref = state.ref(name)
         if ref in self._loaded:
@@ -233,6 +235,7 @@ class SglangEngine:
         ]
 
     def _served_name(self, adapter: AdapterRef) -> str | None:
+        self._check_open()
         if self._released:
             raise RolloutError("the engine's memory is released", "resume() before requests")
         if adapter == BASE:
