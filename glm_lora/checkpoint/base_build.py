@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import ModelSpec
@@ -179,8 +180,11 @@ def _write_parts(plan: BasePlan, mine: tuple[Part, ...], workers: int, report: R
     counter = _ByteCounter(total - sum(p.nbytes for p in left), total, report)
     params = all_params(plan.spec)
     threads = min(workers or min(MAX_WORKERS, os.cpu_count() or 1), max(1, len(left)))
-    intra_op = torch.get_num_threads()
+    intra_op, checked = torch.get_num_threads(), get_crc32_options()
     torch.set_num_threads(1)
+    # The manifest has a sha256 of every tensor; computing the CRC too would take longer than all
+    # the rest.
+    set_crc32_options(False)
     try:
         with ThreadPoolExecutor(threads) as pool:
             # Largest first, so that no thread is left alone with a large one at the end.
@@ -194,11 +198,12 @@ def _write_parts(plan: BasePlan, mine: tuple[Part, ...], workers: int, report: R
                 for job in as_completed(jobs):
                     job.result()
             except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
                 counter.stop()
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise
     finally:
         torch.set_num_threads(intra_op)
+        set_crc32_options(checked)
 
 
 class _Interrupted(Exception):

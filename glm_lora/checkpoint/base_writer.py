@@ -35,10 +35,10 @@ from glm_lora.checkpoint.files import write_atomic
 from glm_lora.errors import CheckpointError
 from glm_lora.fingerprint import TensorRecord, tensor_bytes
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 16 * 2**20
 PART_BYTES = 512 * 2**20
 READ_AHEAD = 2
-"""Chunks that are read and dequantised while another one is written."""
+"""Chunks that are read and dequantised while another one is hashed and written."""
 
 
 class BaseSource(Protocol):
@@ -48,8 +48,8 @@ class BaseSource(Protocol):
         """The dtype in which ``param`` is stored in the base."""
         ...
 
-    def rows(self, param: Param, start: int, stop: int) -> torch.Tensor:
-        """Indices ``start`` to ``stop`` of axis 0 of ``param``, contiguous, in that dtype."""
+    def fill(self, param: Param, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` (contiguous, of that dtype) with indices ``start``... of axis 0."""
         ...
 
 
@@ -98,7 +98,7 @@ def write_part(
     path = folder / part.file_name
     temporary = path.with_name(path.name + ".tmp")
     tensors: list[dict[str, Any]] = []
-    with temporary.open("wb") as file, ThreadPoolExecutor(READ_AHEAD) as pool:
+    with temporary.open("wb") as file, ThreadPoolExecutor(READ_AHEAD + 1) as pool:
         for key in part.keys:
             param = params[key]
             digest, chunks = hashlib.sha256(), []
@@ -130,19 +130,32 @@ def write_part(
 def _chunks(
     param: Param, source: BaseSource, pool: ThreadPoolExecutor
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The rows of one parameter in order, read ahead; checks shape and dtype of each chunk."""
+    """The rows of one parameter in order, read ahead; a chunk is valid until the next one."""
     dtype, count = source.dtype(param), param.shape[0]
     row_bytes = param.numel // count * dtype.itemsize
-    step = max(1, CHUNK_BYTES // row_bytes)
-    spans = [(start, min(count, start + step)) for start in range(0, count, step)]
-    ahead = [pool.submit(source.rows, param, *span) for span in spans[:READ_AHEAD]]
-    for i, (start, stop) in enumerate(spans):
+    step = min(count, max(1, CHUNK_BYTES // row_bytes))
+    # Fresh memory costs more than the work on it, so a few buffers go round.
+    buffers: list[torch.Tensor] = []
+
+    def read(number: int) -> torch.Tensor:
+        start = number * step
+        rows = min(count, start + step) - start
+        if rows < step:
+            value = torch.empty((rows, *param.shape[1:]), dtype=dtype)
+        else:
+            value = buffers[number % len(buffers)]
+        source.fill(param, start, value)
+        return value
+
+    number_of_chunks = -(-count // step)
+    for _ in range(min(READ_AHEAD + 1, number_of_chunks)):
+        buffers.append(torch.empty((step, *param.shape[1:]), dtype=dtype))
+    ahead = [pool.submit(read, i) for i in range(min(READ_AHEAD, number_of_chunks))]
+    for number in range(number_of_chunks):
         value = ahead.pop(0).result()
-        if i + READ_AHEAD < len(spans):
-            ahead.append(pool.submit(source.rows, param, *spans[i + READ_AHEAD]))
-        assert value.dtype is dtype, f"{param.key}: {value.dtype} instead of {dtype}"
-        assert tuple(value.shape) == (stop - start, *param.shape[1:]), param.key
-        yield start, value
+        if number + READ_AHEAD < number_of_chunks:
+            ahead.append(pool.submit(read, number + READ_AHEAD))
+        yield number * step, value
 
 
 def read_sidecar(folder: Path, part: Part) -> dict[str, Any] | None:

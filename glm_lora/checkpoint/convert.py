@@ -61,15 +61,14 @@ class HfSource:
         stored = self.reader.entries[disk_names(param)[0]].dtype
         return torch.bfloat16 if stored is torch.float8_e4m3fn else stored
 
-    def rows(self, param: Param, start: int, stop: int) -> torch.Tensor:
-        """Rows of a parameter; for routed experts, experts ``start`` to ``stop`` stacked."""
+    def fill(self, param: Param, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` with rows from ``start`` on (of routed experts: one expert per row)."""
         if not param.row.expert:
-            return self.reader.rows(param.key, start, stop)
-        names = disk_names(param)[start:stop]
-        out = torch.empty((stop - start, *param.shape[1:]), dtype=self.dtype(param))
-        for i, name in enumerate(names):
-            out[i] = self.reader.rows(name)
-        return out
+            self.reader.rows_into(param.key, start, out)
+            return
+        names = disk_names(param)[start : start + out.shape[0]]
+        for name, value in zip(names, out, strict=True):
+            self.reader.rows_into(name, 0, value)
 
 
 def open_source(reader: HfReader, spec: ModelSpec) -> HfSource:

@@ -19,6 +19,7 @@ from glm_lora.checkpoint.safetensors_file import (
     SafetensorsFile,
     TensorEntry,
     open_file,
+    read_into,
     read_rows,
 )
 from glm_lora.errors import CheckpointError
@@ -114,12 +115,30 @@ class HfReader:
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows of a tensor, dequantised to bfloat16 when it is stored as FP8."""
         entry = self.entries[name]
-        if entry.dtype is not torch.float8_e4m3fn:
-            return read_rows(entry, start, stop)
-        stop = entry.shape[0] if stop is None else stop
+        stop = entry.shape[0] if stop is None and entry.shape else stop
+        shape = (stop - start, *entry.shape[1:]) if stop is not None else ()
+        dtype = torch.bfloat16 if self.is_quantised(name) else entry.dtype
+        out = torch.empty(shape, dtype=dtype)
+        self.rows_into(name, start, out)
+        return out
+
+    def rows_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill the contiguous ``out`` with the rows from ``start`` on; as ``rows``."""
+        entry = self.entries[name]
+        if not self.is_quantised(name):
+            read_into(entry, start, out)
+            return
+        stop = start + out.shape[0]
         first = start // BLOCK
         scale = read_rows(self.entries[name + SCALE_SUFFIX], first, -(-stop // BLOCK))
-        return dequantise(read_rows(entry, start, stop), scale, start - first * BLOCK)
+        weight = torch.empty(min(BLOCK, out.shape[0]), out.shape[1], dtype=torch.float8_e4m3fn)
+        position = start
+        # A block of rows at a time stays in the processor's cache.
+        for block, scale_C in enumerate(scale, first):
+            end = min(stop, (block + 1) * BLOCK)
+            read_into(entry, position, weight[: end - position])
+            dequantise_block(weight[: end - position], scale_C, out[position - start : end - start])
+            position = end
 
 
 def _check_index(folder: Path, index: dict[str, str], files: dict[str, SafetensorsFile]) -> None:
@@ -144,24 +163,21 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-n // BLOCK) for n in shape)
 
 
-def dequantise(
-    weight: torch.Tensor, scale: torch.Tensor, skip: int = 0, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """Dequantise FP8 blocks: each value times its block's scale in fp32, then cast.
+def dequantise_block(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+    """Dequantise the rows of one block row: value times scale in fp32, then rounded to ``out``.
 
     Args:
-        weight: ``[R, C]`` float8_e4m3fn.
-        scale: ``[ceil((skip + R) / 128), ceil(C / 128)]`` fp32; both edges may be ragged.
-        skip: Rows of the first block that lie before ``weight``.
-        dtype: Of the result.
+        weight: ``[R, C]`` float8_e4m3fn, at most 128 rows that share their scales.
+        scale: ``[ceil(C / 128)]`` fp32.
+        out: ``[R, C]`` of the wanted dtype.
     """
-    rows, columns = weight.shape
-    out = torch.empty(rows, columns, dtype=dtype)
-    scale_RC = scale.repeat_interleave(BLOCK, 1)[:, :columns]
-    position = 0
-    for block in range(scale.shape[0]):
-        stop = min(rows, (block + 1) * BLOCK - skip)
-        # Block by block the fp32 values stay in the cache.
-        out[position:stop] = weight[position:stop].float().mul_(scale_RC[block])
-        position = stop
-    return out
+    raw = weight.view(torch.uint8)
+    scale_C = scale.repeat_interleave(BLOCK)[: weight.shape[1]]
+    if int(raw.bitwise_and(0x7F).max()) == 0x7F:  # NaN, which the shortcut below would not keep
+        out.copy_(weight.float().mul_(scale_C))
+        return
+    # e4m3 is half precision without its lowest bits and with another exponent bias (7, not 15):
+    # moved into place, every value is 2**8 too small, which the scale makes good exactly. This is
+    # vectorised, which the direct conversion is not.
+    half = raw.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    out.copy_(half.view(torch.float16).float().mul_(scale_C * 256))

@@ -157,20 +157,23 @@ def read_rows(entry: TensorEntry, start: int = 0, stop: int | None = None) -> to
     Raises:
         CheckpointError: The file ended early or cannot be read.
     """
-    if not entry.shape:
-        shape, offset, nbytes = (), entry.offset, entry.nbytes
-    else:
-        stop = entry.shape[0] if stop is None else stop
-        shape = (stop - start, *entry.shape[1:])
-        offset = entry.offset + start * entry.row_bytes
-        nbytes = (stop - start) * entry.row_bytes
-    flat = torch.empty(nbytes, dtype=torch.uint8)
+    shape = entry.shape
+    if shape:
+        shape = ((entry.shape[0] if stop is None else stop) - start, *shape[1:])
+    out = torch.empty(shape, dtype=entry.dtype)
+    read_into(entry, start, out)
+    return out
+
+
+def read_into(entry: TensorEntry, start: int, out: torch.Tensor) -> None:
+    """Fill the contiguous ``out`` with the rows from ``start`` on; as ``read_rows``."""
+    flat = out.reshape(-1).view(torch.uint8)
     view = memoryview(flat.numpy())  # pyright: ignore[reportArgumentType]
     done = 0
     try:
         with entry.path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            while done < nbytes:
+            file.seek(entry.offset + start * entry.row_bytes)
+            while done < len(view):
                 count = file.readinto(view[done:])
                 if not count:
                     raise _damaged(entry.path, f"it ends inside {entry.name!r}")
@@ -179,4 +182,3 @@ def read_rows(entry: TensorEntry, start: int = 0, stop: int | None = None) -> to
         raise
     except OSError as error:
         raise CheckpointError(f"{entry.path} cannot be read: {error}") from error
-    return flat.view(entry.dtype).reshape(shape)
