@@ -1,0 +1,152 @@
+"""Command line, serving view and process life; the process is a small script, not SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+
+from glm_lora.arch.spec import FULL
+from glm_lora.errors import ConfigError, RolloutError
+from glm_lora.rollout.sglang_server import (
+    ServerOptions,
+    SglangServer,
+    server_command,
+    serving_view,
+    start_servers,
+)
+from tests.tiny_checkpoint import tiny_selection
+
+SERVER = """
+    import http.server, os, subprocess, sys
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    mode = os.environ.get("MODE", "")
+    print("loading weights", flush=True)
+    if mode == "dies":
+        sys.exit("CUDA out of memory")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("child", child.pid, flush=True)
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(503 if mode == "sick" else 200)
+            self.end_headers()
+        def log_message(self, *args):
+            pass
+    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def options(tmp_path):
+    """A ``python`` that runs SERVER whatever module it is asked for."""
+    script = tmp_path / "server.py"
+    script.write_text(textwrap.dedent(SERVER))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    python.chmod(0o755)
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps({"text_config": {"head_dim": 0}}))
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    return ServerOptions(
+        checkpoint=checkpoint,
+        selection=tiny_selection(FULL, rank=16),
+        python=str(python),
+        work_dir=tmp_path / "work",
+    )
+
+
+def running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_command_line_of_the_recipe(options, tmp_path):
+    wide = replace(
+        options, tensor_parallel=8, expert_parallel=8, memory_saver=True, passed=("--x", "1")
+    )
+    command = server_command(wide, tmp_path / "model", 30000)
+    text = " ".join(command)
+    assert command[1:4] == ["-m", "sglang.launch_server", "--model-path"]
+    for part in (
+        "--port 30000",
+        "--tp-size 8 --ep-size 8",
+        "--dsa-prefill-backend tilelang --dsa-decode-backend tilelang",
+        "--kv-cache-dtype bfloat16 --moe-runner-backend triton",
+        "--disable-shared-experts-fusion",
+        "--enable-lora --lora-backend triton --max-loras-per-batch 3 --max-lora-rank 16",
+        "--lora-target-modules b_proj down_proj f_a_proj f_b_proj g_a_proj g_b_proj gate_proj "
+        "k_proj kv_a_proj_with_mqa o_proj q_a_proj q_b_proj q_proj up_proj v_proj",
+        "--enable-memory-saver --enable-weights-cpu-backup",
+    ):
+        assert part in text
+    assert text.endswith("--x 1")
+    assert "memory-saver" not in " ".join(server_command(options, tmp_path, 1))
+
+
+def test_serving_view_completes_the_config_and_links_the_rest(options, tmp_path):
+    view = serving_view(options.checkpoint, tmp_path / "view")
+    config = json.loads((view / "config.json").read_text())
+    assert config["text_config"] == {
+        "head_dim": 0,
+        "mhc": True,
+        "index_kpool_compress": True,
+        "num_nextn_predict_layers": 0,
+    }
+    assert config["language_model_only"] is True
+    assert (view / "model.safetensors").resolve() == options.checkpoint / "model.safetensors"
+    assert serving_view(options.checkpoint, tmp_path / "view") == view, "twice is fine"
+    assert serving_view(view, tmp_path / "other") == view, "a complete one is served as it is"
+    (options.checkpoint / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be served"):
+        serving_view(options.checkpoint, tmp_path / "third")
+
+
+def test_start_wait_stop_ends_its_group_and_nothing_else(options):
+    server, other = start_servers([options, replace(options, work_dir=options.work_dir / "b")])
+    try:
+        assert server.alive()
+        child = int(server.tail().split("child ")[1].split()[0])
+        assert running(child)
+        server.stop()
+        assert not running(child)
+        assert not server.alive()
+        assert other.alive()
+        server.stop()
+    finally:
+        other.stop()
+    assert not other.alive()
+
+
+def test_a_server_that_ends_while_starting_shows_its_log(options):
+    with pytest.raises(RolloutError, match=r"ended with code 1(?s:.*)CUDA out of memory"):
+        start_servers([replace(options, env={"MODE": "dies"})])
+
+
+def test_a_server_that_never_gets_healthy_is_stopped(options):
+    server = SglangServer(replace(options, env={"MODE": "sick"}))
+    with pytest.raises(RolloutError, match=r"not healthy after (?s:.*)loading weights"):
+        server.wait(limit=2.0)
+    assert not server.alive()
+
+
+def test_one_failure_stops_all(options):
+    good = replace(options, work_dir=options.work_dir / "good")
+    with pytest.raises(RolloutError):
+        start_servers([good, replace(options, env={"MODE": "dies"})])
+    (log,) = good.work_dir.glob("*.log")
+    child = int(log.read_text().split("child ")[1].split()[0])
+    assert not running(child)
+
+
+def test_an_interpreter_that_is_not_there(options):
+    with pytest.raises(ConfigError, match="--sglang-python"):
+        SglangServer(replace(options, python="/nowhere/python"))
