@@ -86,7 +86,7 @@ def read_index(folder: Path) -> CheckpointIndex | None:
         if not (folder / shard).is_file():
             raise CheckpointError(
                 f"{path} names {shard}, which is not in {folder}",
-                f"all {len(index.shards)} files of the index",
+                "every file of the index",
                 "Download the missing file",
             )
     return index
@@ -112,7 +112,7 @@ def _weight_map(data: object, path: Path) -> dict[str, str]:
     weight_map: dict[str, str] = {}
     for name, shard in cast("dict[str, object]", found).items():
         # A file elsewhere would let an index reach outside its folder.
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
             raise CheckpointError(f"{path} maps {name} to {shard!r}", "a file name")
         weight_map[name] = shard
     return weight_map

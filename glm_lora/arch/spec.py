@@ -8,6 +8,7 @@ nested ``linear_attn_config`` of the released checkpoint.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ KDA = "linear_attention"
 DSA = "indexed_attention"
 DENSE = "dense"
 SPARSE = "sparse"
+MAX_LAYERS = 1000
+"""More layers than that are a damaged file, not a model."""
 
 _OTHER_MODELS = {
     "glm_moe_dsa": "GLM-5.3 (glm_moe_dsa) shares a name with GLM-5.3-Flash but not an architecture",
@@ -68,7 +71,11 @@ class ModelSpec:
     mlp_layer_types: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_number(field.name, field.default, getattr(self, field.name))
         layers = self.num_hidden_layers
+        if layers > MAX_LAYERS:
+            raise ModelError(f"num_hidden_layers is {layers}", f"at most {MAX_LAYERS}")
         if not self.layer_types:
             types = tuple(DSA if i % 4 == 3 else KDA for i in range(layers))
             object.__setattr__(self, "layer_types", types)
@@ -92,13 +99,6 @@ class ModelSpec:
                     f"layer {i} is {attention!r} with a {mlp!r} MLP",
                     f"attention in ({KDA!r}, {DSA!r}) and MLP in ({DENSE!r}, {SPARSE!r})",
                 )
-        for field in fields(self):
-            value = getattr(self, field.name)
-            positive = isinstance(field.default, int) and not isinstance(field.default, bool)
-            if field.name in ("qk_rope_head_dim", "pad_token_id", "eos_token_ids"):
-                continue
-            if positive and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ModelError(f"{field.name} is {value!r}", "a positive whole number")
         if self.qk_rope_head_dim != 0:
             raise ModelError(
                 f"qk_rope_head_dim is {self.qk_rope_head_dim}",
@@ -148,6 +148,21 @@ class ModelSpec:
             layer_types=self.layer_types[:count],
             mlp_layer_types=self.mlp_layer_types[:count],
         )
+
+
+def _check_number(name: str, default: Any, value: Any) -> None:
+    """A field takes values of its default's kind; sizes are 1 or more."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        fits, expected = isinstance(value, bool), "true or false"
+    elif isinstance(default, float):
+        fits, expected = number and math.isfinite(value), "a number"
+    elif isinstance(default, int) and name not in ("qk_rope_head_dim", "pad_token_id"):
+        fits, expected = number and isinstance(value, int) and value >= 1, "a positive whole number"
+    else:
+        return
+    if not fits:
+        raise ModelError(f"{name} is {value!r}", expected)
 
 
 FULL = ModelSpec(index_kpool=4, eos_token_ids=(154820, 154827, 154829))
@@ -215,7 +230,9 @@ def spec_from_config(config: Mapping[str, Any], *, source: str = "config.json") 
     text = _object(config.get("text_config", config), f"text_config in {source}")
     try:
         values = _known_values(text, source)
-        values["eos_token_ids"] = _as_ids(text.get("eos_token_id", config.get("eos_token_id")))
+        values["eos_token_ids"] = _as_ids(
+            text.get("eos_token_id", config.get("eos_token_id")), source
+        )
         _refuse_untrainable(text, values, source)
         return ModelSpec(**values)
     except TypeError as error:
@@ -252,16 +269,17 @@ def _known_values(text: Mapping[str, Any], source: str) -> dict[str, Any]:
     return values
 
 
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def _as_ids(value: Any, source: str) -> tuple[int, ...]:
+    ids = cast("list[Any]", value if isinstance(value, list) else [] if value is None else [value])
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ModelError(f"eos_token_id in {source} is {value!r}", "a token id or a list of them")
+    return tuple(ids)
 
 
 def _refuse_untrainable(text: Mapping[str, Any], values: Mapping[str, Any], source: str) -> None:
-    modes = text.get("indexer_types")
     layers = values.get("layer_types", ())
-    shared = [i for i, mode in enumerate(modes or ()) if mode == "shared" and _is_dsa(layers, i)]
+    modes = text.get("indexer_types") or ()
+    shared = [i for i, mode in enumerate(modes) if mode == "shared" and _is_dsa(layers, i)]
     pattern = text.get("index_topk_pattern")
     if (
         shared
@@ -269,7 +287,8 @@ def _refuse_untrainable(text: Mapping[str, Any], values: Mapping[str, Any], sour
         or text.get("index_topk_freq", 1) != 1
     ):
         raise ModelError(
-            f"{source} shares indexer selections between layers (indexer_types {modes or pattern})",
+            f"{source} shares indexer selections between layers"
+            + (f" (indexer_types 'shared' on {', '.join(map(str, shared))})" if shared else ""),
             "indexer_types 'full' on every sparse-attention layer",
             "A shared layer must directly follow a full one, which the 3:1 pattern never allows",
         )

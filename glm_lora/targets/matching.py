@@ -231,6 +231,8 @@ def _match_cell(pattern: str, cell: Cell) -> int:
     if cell.site is not None:
         return int(any(glob_matches(name, pattern) for name in cell.names))
     before, after = cell.names
+    if any(text not in before and text not in after for text in _plain_texts(pattern)):
+        return 0
     told_apart = _numbers_told_apart(pattern, before, after)
     if told_apart is None:
         numbers, others = range(cell.size), None
@@ -261,6 +263,13 @@ def _numbers_told_apart(pattern: str, before: str, after: str) -> frozenset[int]
         if str(int(digits)) == digits:
             numbers.add(int(digits))
     return frozenset(numbers)
+
+
+@lru_cache(maxsize=64)
+def _plain_texts(pattern: str) -> tuple[str, ...]:
+    """Literal pieces without digits: none can lie on an expert's number, or reach across it."""
+    pieces = re.split(r"\*|\?|\[!?\]?[^\]]*\]", pattern)
+    return tuple(p for p in pieces if p and not any("0" <= c <= "9" for c in p))
 
 
 @lru_cache(maxsize=64)

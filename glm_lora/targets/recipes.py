@@ -53,6 +53,11 @@ class Recipe(BaseModel):
     rank: dict[str, int] = Field(default_factory=dict[str, int])
 
 
+def recipe_description(path: Path) -> str:
+    """The recipe's own description; ConfigError as ``load_recipe``."""
+    return from_toml(Recipe, path).description
+
+
 def load_recipe(path: Path) -> SelectionConfig:
     """Read a recipe file.
 

@@ -29,9 +29,8 @@ def unmatched(item: str, option: str, spec: ModelSpec, model: str) -> TargetErro
             LIST_THEM,
         )
     if is_glob(item) and (hits := match("*." + item, spec)):
-        frozen = frozen_reasons(hits, spec)
-        if len(frozen) and not trainable_part(hits, spec):
-            return refused(f"{what} (as '*.{item}')", hits, spec)
+        if not trainable_part(hits, spec):
+            return only_frozen(f"{what} (as '*.{item}')", hits, spec)
         return TargetError(
             f"{what} matches no full name of {model}",
             "a glob over full names",
@@ -65,17 +64,30 @@ def known_somewhere(item: str, spec: ModelSpec) -> bool:
     )
 
 
-def refused(what: str, hits: Hits, spec: ModelSpec) -> TargetError:
-    """The error for frozen projections in a selection, with the excludes that take them out."""
-    reasons = frozen_reasons(hits, spec)
-    told: list[str] = []
-    for row, (count, example) in reasons.items():
-        told.append(f"{example} ({count} like it): {row.reason}")
-    fixes = ",".join(dict.fromkeys(fixing_exclude(row) for row in reasons))
+def only_frozen(what: str, hits: Hits, spec: ModelSpec) -> TargetError:
+    """The error for an item that names nothing but frozen projections: it can never be trained."""
     return TargetError(
-        f"{what} selects frozen projections: " + "; ".join(told),
+        f"{what} names frozen projections only: {_told(hits, spec)}",
+        "trainable projections",
+        f"Leave it out. {LIST_THEM}",
+    )
+
+
+def refused(what: str, hits: Hits, spec: ModelSpec, excludes: Iterable[str]) -> TargetError:
+    """The error for frozen projections left in a selection, with the excludes that fix it."""
+    fixes = [fixing_exclude(row) for row in frozen_reasons(hits, spec)]
+    value = ",".join(dict.fromkeys([*excludes, *fixes]))
+    return TargetError(
+        f"{what} selects frozen projections: {_told(hits, spec)}",
         "trainable projections only",
-        f'Take them out: --exclude-modules "{fixes}"',
+        f'Take them out: --exclude-modules "{value}"',
+    )
+
+
+def _told(hits: Hits, spec: ModelSpec) -> str:
+    return "; ".join(
+        f"{example}" + (f" and {count - 1} more" if count > 1 else "") + f": {row.reason}"
+        for row, (count, example) in frozen_reasons(hits, spec).items()
     )
 
 
@@ -85,7 +97,7 @@ def frozen_reasons(hits: Hits, spec: ModelSpec) -> dict[Row, tuple[int, str]]:
     kinds: dict[str, tuple[Row, int, str]] = {}
     for position, mask in hits.masks.items():
         cell = table[position]
-        if cell.site is None or not cell.trainable:
+        if not cell.trainable:
             row, count, example = kinds.get(cell.row.reason, (cell.row, 0, cell.member_name(mask)))
             kinds[cell.row.reason] = (row, count + mask.bit_count(), example)
     return {row: (count, example) for row, count, example in kinds.values()}

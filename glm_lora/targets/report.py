@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -30,8 +28,15 @@ from glm_lora.targets.summary import (
 )
 from glm_lora.targets.support import SERVING, Step
 
-_MIN_WIDTH = 150
-"""Columns that the table needs; terminals that are narrower wrap it."""
+_WIDTH = 200
+"""More columns than the table ever needs, so that nothing in it is cut."""
+_SHORT = {
+    Step.EMBEDDED: "embedded",
+    Step.SGLANG_STOCK: "SGLang",
+    Step.SGLANG_PLUGIN: "+plugin",
+    Step.PEFT: "PEFT",
+}
+"""Column headings."""
 
 
 def run_targets(
@@ -104,26 +109,28 @@ def _list_rows(resolution: Resolution, spec: ModelSpec) -> Iterator[tuple[str, .
 
 def _as_table(resolution: Resolution, spec: ModelSpec, source: str) -> str:
     selection = resolution.selection
-    table = Table(box=box.ASCII2)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("projection", no_wrap=True)
-    table.add_column("layers", overflow="fold")
+    table.add_column("layers", max_width=16, overflow="fold")
     for name in ("sites", "shape", "rank", "parameters", "bf16"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("TP")
+    table.add_column("TP", no_wrap=True)
     for step in SERVING:
-        table.add_column(step.value)
+        table.add_column(_SHORT[step], no_wrap=True)
     notes: dict[str, list[str]] = {}
     group = ""
     for line in projections(selection):
-        if group and line.group != group:
-            table.add_section()
-        group = line.group
+        if line.group != group:
+            group = line.group
+            table.add_row(group)
         table.add_row(*_cells(line, spec, notes))
     return "\n".join(
         [
             f"{selection.model} ({source})",
+            "",
             _render(table),
-            *(f"{mark}: {', '.join(dict.fromkeys(who))}" for mark, who in notes.items()),
+            "",
+            *(f"{note}: {', '.join(dict.fromkeys(who))}" for note, who in notes.items()),
             *_totals(resolution, spec),
             *(f"warning: {text}" for text in resolution.warnings),
         ]
@@ -143,7 +150,7 @@ def _cells(line: Projection, spec: ModelSpec, notes: dict[str, list[str]]) -> li
             mark = f" ({key.split(')', 1)[0]})"
         served.append(verdict.word + mark)
     return [
-        f"{line.group} {line.leaf}",
+        f"  {line.leaf}",
         layers_phrase(line.layers, spec),
         str(len(line.layers)),
         f"{line.shape[0]} x {line.shape[1]}",
@@ -188,6 +195,5 @@ def _size(count: int) -> str:
 
 def _render(table: Table) -> str:
     text = io.StringIO()
-    width = max(_MIN_WIDTH, shutil.get_terminal_size().columns)
-    Console(file=text, width=width, color_system=None, highlight=False).print(table)
-    return text.getvalue().rstrip()
+    Console(file=text, width=_WIDTH, color_system=None, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

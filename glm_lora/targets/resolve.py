@@ -7,7 +7,7 @@ not depend on the order of the items.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from glm_lora.arch.projections import Site
@@ -20,6 +20,7 @@ from glm_lora.targets.matching import NO_HITS, Hits, cells, match, split_items
 from glm_lora.targets.refusals import (
     frozen_reasons,
     known_somewhere,
+    only_frozen,
     refused,
     trainable_part,
     unmatched,
@@ -77,7 +78,7 @@ def resolve(spec: ModelSpec, model_name: str, config: SelectionConfig) -> Resolu
     layers = parse_layers(config.layers, spec)
     wanted = _in_layers(_union(includes), layers, spec)
     left = wanted - _union(excludes)
-    _refuse_bad_result(left, wanted, config, spec)
+    _refuse_bad_result(left, wanted, config, spec, excludes)
     sites = _sites(left, spec)
     selection = make_selection(
         model_name,
@@ -104,7 +105,7 @@ def _include(item: str, spec: ModelSpec, model: str) -> Hits:
     if not hits:
         raise unmatched(item, INCLUDE, spec, model)
     if not trainable_part(hits, spec):
-        raise refused(f"{INCLUDE} {item!r}", hits, spec)
+        raise only_frozen(f"{INCLUDE} {item!r}", hits, spec)
     return hits
 
 
@@ -127,14 +128,16 @@ def _in_layers(hits: Hits, layers: frozenset[int], spec: ModelSpec) -> Hits:
     return Hits({p: m for p, m in hits.masks.items() if table[p].layer in layers})
 
 
-def _refuse_bad_result(left: Hits, wanted: Hits, config: SelectionConfig, spec: ModelSpec) -> None:
+def _refuse_bad_result(
+    left: Hits, wanted: Hits, config: SelectionConfig, spec: ModelSpec, excludes: Iterable[str]
+) -> None:
     if not wanted:
         raise TargetError(
             f"{INCLUDE} {config.target_modules!r} selects nothing in layers {config.layers}",
             "at least one trainable projection",
         )
     if frozen_reasons(left, spec):
-        raise refused(f"{INCLUDE} {config.target_modules!r}", left, spec)
+        raise refused(f"{INCLUDE} {config.target_modules!r}", left, spec, excludes)
     if not left:
         raise TargetError(
             f"{EXCLUDE} {config.exclude_modules!r} takes out all that "

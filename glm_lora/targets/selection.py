@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class SiteAdapter:
 def facts_hash(spec: ModelSpec) -> str:
     """Hash of everything the facts table says about the trainable sites of ``spec``."""
     rows = [
-        (s.name, s.disk_name, s.sglang_name, s.shape, s.kind, s.group)
+        (s.name, s.disk_name, s.sglang_name, s.sglang_part, s.shape, s.kind, s.group)
         for s in trainable_sites(spec)
     ]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
@@ -126,10 +127,10 @@ class Selection:
         try:
             data = json.loads(text)
             stored, content = data["hash"], {k: v for k, v in data.items() if k != "hash"}
-            schema, facts, rows = content["schema"], content["facts"], content["sites"]
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            schema = content["schema"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TargetError(
-                f"the selection is not readable: {error!r}", "a selection.json"
+                f"the selection is not readable ({error!r:.80})", "a selection.json"
             ) from error
         if schema != SCHEMA:
             raise TargetError(f"the selection has schema version {schema!r}", str(SCHEMA))
@@ -139,15 +140,45 @@ class Selection:
                 "an unedited selection.json",
                 "Resolve it again with glm-lora targets",
             )
+        try:
+            return cls._from_content(content, spec)
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, TargetError):
+                raise
+            raise TargetError(
+                f"the selection does not hold what its schema says ({error!r:.80})",
+                "a selection.json that this program wrote",
+            ) from error
+
+    @classmethod
+    def _from_content(cls, content: Mapping[str, Any], spec: ModelSpec) -> Selection:
+        model, facts, dropout = content["model"], content["facts"], content["dropout"]
         if facts != facts_hash(spec):
             raise TargetError(
-                f"the selection was made for another model ({content['model']})",
+                f"the selection was made for another model ({model})",
                 "a selection for this model",
                 "Resolve it again with glm-lora targets",
             )
         by_name = {s.disk_name: s for s in trainable_sites(spec)}
-        adapters = tuple(SiteAdapter(by_name[name], rank, alpha) for name, rank, alpha in rows)
-        return cls(content["model"], facts, adapters, content["dropout"])
+        adapters = tuple(
+            SiteAdapter(by_name[n], rank, alpha) for n, rank, alpha in content["sites"]
+        )
+        _check_adapters(adapters)
+        return cls(model, facts, adapters, dropout)
+
+
+def _check_adapters(adapters: tuple[SiteAdapter, ...]) -> None:
+    if not adapters or len({a.site for a in adapters}) != len(adapters):
+        raise ValueError("no site, or one twice")
+    for adapter in adapters:
+        if not _is_rank(adapter.rank):
+            raise ValueError(f"rank {adapter.rank!r}")
+        if not math.isclose(adapter.scaling, adapters[0].scaling, rel_tol=1e-12):
+            raise ValueError("alpha/rank differs between sites")
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def make_selection(
@@ -174,9 +205,10 @@ def make_selection(
     Raises:
         TargetError: No site, or a rank, alpha or dropout out of range.
     """
-    if rank < 1 or isinstance(rank, bool):
-        raise TargetError(f"rank {rank} of the adapter", "a positive whole number")
-    if not alpha > 0:
+    for value in (rank, *(ranks or {}).values()):
+        if not _is_rank(value):
+            raise TargetError(f"rank {value!r} of the adapter", "a positive whole number")
+    if not (alpha > 0 and math.isfinite(alpha)):
         raise TargetError(f"alpha {alpha} of the adapter", "a positive number")
     if not 0 <= dropout < 1:
         raise TargetError(f"dropout {dropout}", "a number from 0 up to but not including 1")
@@ -184,6 +216,7 @@ def make_selection(
     chosen = sorted(set(sites), key=lambda s: order[s.disk_name])
     if not chosen:
         raise TargetError("the selection is empty", "at least one trainable projection")
+    alpha = float(alpha)
     scaling = alpha / rank
     adapters: list[SiteAdapter] = []
     for site in chosen:

@@ -1,8 +1,9 @@
 """Who can train, carry and serve an adapter on each kind of projection, and why not.
 
 The answers follow from the facts table and from a handful of facts about the engines, each written
-once below. SGLang's are those of 0.5.23: ``lora/utils.py`` (known targets, one width per target
-unless the model says otherwise) and ``lora/lora.py`` (fused projections).
+once below. Those about stock SGLang are read in the source of 0.5.23: ``lora/utils.py`` (known
+targets, one width per target unless the model says otherwise), ``lora/lora.py`` (fused projections)
+and ``lora/lora_manager.py`` (routed experts).
 """
 
 from __future__ import annotations
