@@ -113,6 +113,8 @@ def resolve_train(
         ConfigError: A value out of range, or a shape that cannot work.
     """
     name = values.get("model_name", TrainConfig.model_fields["model_name"].default)
+    if not (Path(values.get("hf_checkpoint", hf_path(name, models))) / "config.json").exists():
+        builtin(name)
     tiny = name == TINY
     nodes = values.get("num_nodes", 1)
     gpus = values.get("num_gpus_per_node", 1 if tiny else RECIPE_GPUS_PER_NODE)

@@ -98,14 +98,11 @@ class RunFolder:
                     "an empty or a new folder",
                 )
             folder = cls(path)
-            if held:
-                _remove_run(path)
-            folder.checkpoints.mkdir()
-            folder.logs.mkdir()
-            write_atomic(path / SELECTION, selection.to_json())
-            write_atomic(path / BASE_FILE, json.dumps(dict(base), indent=1) + "\n")
-            # Last: a folder without it is not a run.
-            write_atomic(path / CONFIG, to_toml(config))
+            try:
+                folder._begin(config, selection, base, replace=bool(held))
+            except OSError:
+                folder.close()
+                raise
         except OSError as error:
             if isinstance(error, ConfigError):
                 raise
@@ -145,6 +142,23 @@ class RunFolder:
         folder = cls(path)
         write_atomic(path / CONFIG, to_toml(config))
         return folder
+
+    def _begin(
+        self,
+        config: TrainConfig,
+        selection: Selection,
+        base: Mapping[str, Any],
+        *,
+        replace: bool,
+    ) -> None:
+        if replace:
+            _remove_run(self.path)
+        self.checkpoints.mkdir()
+        self.logs.mkdir()
+        write_atomic(self.path / SELECTION, selection.to_json())
+        write_atomic(self.path / BASE_FILE, json.dumps(dict(base), indent=1) + "\n")
+        # Last: a folder without it is not a run.
+        write_atomic(self.path / CONFIG, to_toml(config))
 
     def close(self) -> None:
         """Give the folder's lock back."""

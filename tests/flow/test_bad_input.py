@@ -1,0 +1,170 @@
+"""Bad input: a clear error, exit 2, nothing started, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from glm_lora import cli
+from glm_lora.cli import main
+from tests.flow.test_train_tiny import LAUNCHER
+from tests.prepared import folders
+
+
+@pytest.fixture
+def call(tiny_root, tmp_path, capsys, monkeypatch):
+    """Run a command on the tiny model; returns exit code, error text and the run folder."""
+    # Wide enough that no path is broken over two lines.
+    monkeypatch.setattr(cli, "err", Console(stderr=True, width=500))
+
+    def run(*options: str, command: str = "train") -> tuple[int, str, Path]:
+        run_dir = tmp_path / "run"
+        arguments = [command, "--model-name", "tiny", *folders(tiny_root)]
+        if command == "train":
+            arguments += ["--launcher", "inline", "--run-dir", str(run_dir)]
+        code = main([*arguments, *options])
+        captured = capsys.readouterr()
+        text = " ".join((captured.err + captured.out).replace("\u2502", " ").split())
+        return code, text, run_dir
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--lora-rnk", "8"], "--lora-rank"),
+        (["--lora-rank", "0"], "lora_rank is 0"),
+        (["--lora-rank", "-4"], "lora_rank is -4"),
+        (["--lora-rank", "many"], "valid integer"),
+        (["--num-rollout", "0"], "num_rollout is 0"),
+        (["--lr", "nan"], "lr is nan"),
+        (["--rollout-temperature", "0"], "rollout_temperature is 0"),
+        (["--launcher", "slurm"], "launcher is 'slurm'"),
+        (["--advantage", "ppo"], "advantage is 'ppo'"),
+        (["--model-name", "tinny"], "'tiny'"),
+        (["--target-modules", "q_prj"], "q_proj"),
+        (["--target-modules", "attn", "--exclude-modules", "*.mlp.experts.*"], "kv_b_proj"),
+        (["--target-modules", "mlp", "--exclude-modules", "*.kv_b_proj"], "experts"),
+        (["--target-modules", "*.self_attn.kv_b_proj"], "never called"),
+        (["--tensor-model-parallel-size", "2"], "do not divide"),
+        (["--num-gpus-per-node", "2"], "inline"),
+        (["--resume"], "holds no run"),
+        (["--adapter", "a.toml", "--lora-rank", "4"], "--lora-rank"),
+        (["--prompt-data", "/no/such/file.jsonl"], "does not exist"),
+        (["--reward", "exakt"], "exact"),
+    ],
+)
+def test_train_refuses_and_starts_nothing(call, options, said):
+    code, text, run_dir = call(*options)
+    assert code == 2, text
+    assert said in text, text
+    assert not run_dir.exists() or not any(run_dir.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "no usable prompt"),
+        ('{"prompt": "7?>", "label": "7"}\n{"prompt": "8?>", "lab\n', "invalid JSON"),
+        ('{"prompt": "7?>"}\n', "'label'"),
+        ('{"prompt": "", "label": "7"}\n', "empty"),
+        ("[1, 2]\n", "not an object"),
+    ],
+)
+def test_prompt_files_are_checked_row_by_row(call, tmp_path, content, said):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    code, text, run_dir = call("--prompt-data", str(path))
+    assert code == 2 and said in text, text
+    assert not run_dir.exists()
+
+
+def test_a_users_own_prompt_file_works_the_same_way(call, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{d}?>", "label": str(d)}) + "\n" for d in "123")
+    )
+    code, text, run_dir = call("--prompt-data", str(path), "--num-rollout", "1")
+    assert code == 0, text
+    assert (run_dir / "adapter" / "adapter_config.json").exists()
+
+
+def test_a_missing_base(call, tmp_path):
+    code, text, run_dir = call("--ref-load", str(tmp_path / "nothing"))
+    assert code == 2 and "prepare" in text, text
+    assert not run_dir.exists()
+
+
+def test_a_truncated_base(call, tiny, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(tiny.ref_load, base)
+    data = max((base / "release").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    with data.open("r+b") as stream:
+        stream.truncate(data.stat().st_size - 1)
+    code, text, run_dir = call("--ref-load", str(base))
+    assert code == 2 and data.name in text and "bytes" in text, text
+    assert not run_dir.exists()
+
+
+def test_a_checkpoint_of_another_model(call, tiny, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(tiny.hf_checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "glm_moe_dsa"
+    (folder / "config.json").write_text(json.dumps(config))
+    code, text, _ = call("--hf-checkpoint", str(folder))
+    assert code == 2 and "glm_moe_dsa" in text, text
+    slice_name = ["--model-name", "GLM-5.3-Flash-4layer", "--hf-checkpoint", str(folder)]
+    code, text, _ = call(*slice_name, command="prepare")
+    assert code == 2 and "glm_moe_dsa" in text, text
+
+
+def test_an_unknown_model_name(call):
+    for command in ("targets", "prepare", "train"):
+        code = main([command, "--model-name", "GLM-5.3-Flush"])
+        assert code == 2
+
+
+def test_an_output_folder_with_other_files(call, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "thesis.tex").write_text("years of work")
+    code, text, _ = call()
+    assert code == 2 and "not empty" in text, text
+    assert (run_dir / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk(call, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k,nr_inodes=40", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        (disk / "filler").write_bytes(b"x" * 4096)
+        code, text, _ = call("--run-dir", str(disk / "run"))
+        assert code == 2 and "cannot be written" in text, text
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_errors_come_before_torch_is_imported():
+    """A wrong selection fails in the torch-free half, so it costs well under a second."""
+    script = (
+        "import sys; sys.argv[0] = 'x'\n"
+        f"sys.path.insert(0, {str(Path(LAUNCHER).parent.parent)!r})\n"
+        "from glm_lora.cli import main\n"
+        "code = main(['train', '--model-name', 'tiny', '--target-modules', 'q_prj'])\n"
+        "heavy = {'torch', 'transformers', 'ray', 'megatron', 'peft'} & set(sys.modules)\n"
+        "assert code == 2 and not heavy, (code, heavy)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
