@@ -69,7 +69,7 @@ class EmbeddedEngine:
         self._policy = PeftPolicy(hf_checkpoint, selection, dtype=dtype, device=device)
         self._decoder = Decoder(self._policy, seed, return_routed_experts)
         self._loaded: AdapterRef | None = None
-        self._closed = False
+        self._closed = self._released = False
 
     def push(self, state: AdapterState, name: str = "policy") -> Receipt:
         """Replace the adapter by ``state``, served as ``state.ref(name)`` from now on.
@@ -153,12 +153,14 @@ class EmbeddedEngine:
         )
 
     def release(self) -> None:
-        """Move the weights off the device (nothing to do on the CPU)."""
+        """Move the weights off the device; no request is served until ``resume``."""
+        self._released = True
         self._policy.release()
 
     def resume(self) -> None:
         """Move the weights back to the device."""
         self._policy.resume()
+        self._released = False
 
     def close(self) -> None:
         """Refuse further requests; the weights go with the object."""
@@ -168,6 +170,8 @@ class EmbeddedEngine:
         """Whether ``adapter`` needs the adapter on; RolloutError if it is not the one held."""
         if self._closed:
             raise RolloutError("the embedded engine was closed")
+        if self._released:
+            raise RolloutError("the embedded engine is released", next_step="Call resume first")
         if adapter == BASE:
             return False
         if adapter != self._loaded:

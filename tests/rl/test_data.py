@@ -8,6 +8,8 @@ from collections import Counter
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from glm_lora.errors import DataError
 from glm_lora.rl.data import load_prompts
@@ -220,3 +222,35 @@ def test_request_seeds_differ():
     seeds = {request_seed(s, r, i) for s in range(3) for r in range(20) for i in range(16)}
     assert len(seeds) == 3 * 20 * 16
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.lists(
+            st.recursive(
+                st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+                lambda x: (
+                    st.lists(x, max_size=3)
+                    | st.dictionaries(
+                        st.sampled_from(["prompt", "label", "metadata", "role", "content"]), x
+                    )
+                ),
+                max_leaves=8,
+            ).map(lambda row: json.dumps(row).encode()),
+            max_size=4,
+        ).map(b"\n".join),
+    )
+)
+def test_fuzz_any_file_is_read_or_refused(tmp_path, content):
+    path = tmp_path / "fuzz.jsonl"
+    path.write_bytes(content)
+    try:
+        data = load_prompts([str(path)], encode, skip_bad_rows=True)
+    except DataError as error:
+        assert "no usable prompt" in str(error)
+    else:
+        assert all(p.ids and p.label.strip() for f in data.files for p in f.prompts)

@@ -251,6 +251,22 @@ def test_only_the_loaded_version_is_served(folder):
         engine.generate(asked, BASE)
 
 
+def test_a_released_engine_serves_nothing_until_it_is_resumed(engine, state):
+    asked = [request(prompts((3,))[0])]
+    before = engine.generate(asked, state.ref())
+    engine.release()
+    with pytest.raises(RolloutError, match="released"):
+        engine.generate(asked, state.ref())
+    with pytest.raises(RolloutError, match="released"):
+        engine.score([(2, 3)], BASE)
+    engine.push(state)
+    engine.resume()
+    again = engine.generate(asked, state.ref())
+    assert [(s.response_ids, s.logprobs) for s in again] == [
+        (s.response_ids, s.logprobs) for s in before
+    ]
+
+
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
