@@ -117,7 +117,7 @@ class AdapterSet:
         ]
         total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         if counted:
-            total = torch.stack(torch._foreach_norm(counted)).double().square().sum()
+            total = _norms(counted).double().square().sum()
         for group in (ctx.tp_group, ctx.pp_group):
             if group is not None:
                 total = all_reduce(total, group)
@@ -131,7 +131,7 @@ class AdapterSet:
             for f in self.factors.values()
         ]
         if grads:
-            norms = torch.stack(torch._foreach_norm(grads))
+            norms = _norms(grads)
             self._peaks = norms if self._peaks is None else torch.maximum(self._peaks, norms)
 
     def dead_sites(self, ctx: ParallelContext) -> list[str]:
@@ -245,6 +245,11 @@ class AdapterSet:
 
 def _bytes(x: Tensor) -> bytes:
     return x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """L2 norm of each tensor in few kernels, ``[len(tensors)]``."""
+    return torch.stack(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _sum_gradients(parameters: Iterable[nn.Parameter], group: Group | None) -> None:

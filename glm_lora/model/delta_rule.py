@@ -137,14 +137,16 @@ class _Chunk(torch.autograd.Function):
             new = (k * leave).transpose(-1, -2) @ update
             if state is not None:
                 new += state * remain
-        ctx.save_for_backward(q, k, v, beta, rise, fall, rising, falling, solve, attend, update)
-        ctx.carried = (state, moved, middle, leave, remain)
+        ctx.save_for_backward(
+            *(k, v, beta, rise, fall, rising, falling, solve, attend, update),
+            *(state, moved, middle, leave, remain),
+        )
         return out, new
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, rise, fall, rising, falling, solve, attend, update = ctx.saved_tensors
-        state, moved, middle, leave, remain = ctx.carried
+        k, v, beta, rise, fall, rising, falling, *rest = ctx.saved_tensors
+        solve, attend, update, state, moved, middle, leave, remain = rest
         d_out, d_new = grads
         assert d_out is not None
         length = k.shape[2]

@@ -45,7 +45,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = (hidden[block] @ weight.t()).float().div_(temperature)
             lp, ent, outer = _block(logits, targets[block], with_entropy, ctx.needed, group, first)
             logprob[block] = lp
-            if with_entropy:
+            if ent is not None:
                 entropy[block] = ent
             for slope, factor in zip(slopes, outer, strict=True):
                 slope[block] = factor.to(weight.dtype) @ weight / temperature

@@ -77,7 +77,8 @@ def layer_ranges(
 def init_single_process() -> None:
     """Start a one-rank gloo group with a store in memory, unless a group is already up."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def init_parallel(config: ParallelConfig, device: torch.device | str) -> ParallelContext:
@@ -103,6 +104,7 @@ def init_parallel(config: ParallelConfig, device: torch.device | str) -> Paralle
         context_parallel_size=1,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
     )
 
     def placed(group: object) -> tuple[int, int, Group | None]:

@@ -13,8 +13,9 @@ from transformers.models.glm5_next import modeling_glm5_next
 from glm_lora.lora.attach import attach_adapters
 from glm_lora.model.batch import collate
 from glm_lora.model.schedule import run_microbatches
-from tests.model.reference import everything, pair, random_factors, random_sequences
+from tests.model.reference import pair
 from tests.model.specs import ALL
+from tests.model.weights import everything, random_factors, random_sequences
 from tests.support import close
 
 LENGTHS = {
