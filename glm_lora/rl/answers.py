@@ -24,10 +24,8 @@ def after_thinking(response: str, thinking: bool) -> str:
             closes it has not answered, and the result is empty.
     """
     _, close, tail = response.rpartition(THINK_CLOSE)
-    if close:
-        return tail
-    unfinished = thinking or THINK_OPEN in response
-    return "" if unfinished else response
+    unfinished = THINK_OPEN in tail or (thinking and not close)
+    return "" if unfinished else tail
 
 
 def last_box(text: str) -> str | None:

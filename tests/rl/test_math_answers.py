@@ -159,6 +159,7 @@ def test_answer_lines(text, accuracy, form):
         ("so </think>the answer", True, "the answer"),
         ("<think>so</think>the answer", False, "the answer"),
         ("a </think> b </think>c", True, "c"),
+        ("a</think>b<think>opened again \\boxed{5}", True, ""),
         ("never closed \\boxed{5}", True, ""),
         ("<think>opened by itself \\boxed{5}", False, ""),
         ("no thinking at all", False, "no thinking at all"),
