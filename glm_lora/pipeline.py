@@ -6,12 +6,13 @@ together. The loop knows neither Ray nor SGLang: only the protocols of ``protoco
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
 from glm_lora.errors import Interrupted
 from glm_lora.protocols import AdapterState
-from glm_lora.rl.batch import make_batch
-from glm_lora.rl.metrics import check_logprob_difference, logprob_difference, rollout_metrics
+from glm_lora.rl.metrics import check_logprob_difference, logprob_difference
 from glm_lora.sync.push import Probe, check_base, push_and_verify, record_probe
-from glm_lora.train.experience import score_samples
+from glm_lora.train.experience import Experience
 from glm_lora.train.job import Job
 
 
@@ -22,50 +23,53 @@ def run(job: Job) -> AdapterState:
         RunError: A part failed, or two parts disagree; the last checkpoint stays valid.
         Interrupted: The user asked to stop; everything is saved.
     """
-    config, trainer = job.config, job.trainer
+    rollouts = job.config.rollout.num_rollout
     first = job.restore()
     probe = record_probe(job.engine, job.probe_tokens)
     adapter = sync(job, probe)
-    for step in range(first, config.rollout.num_rollout):
-        one_rollout(job, step, adapter)
-        adapter = sync(job, probe)
-        job.finish_rollout(step)
-        if job.stop.requested:
-            job.save(step + 1)
-            raise Interrupted(f"stopped after rollout {step}; saved in {job.folder.path}")
+    with ThreadPoolExecutor(1) as sampler:
+        ahead: Future[Experience] | None = None
+        for step in range(first, rollouts):
+            experience = ahead.result() if ahead else sample(job, step, adapter)
+            job.mark_cursor()
+            if job.config.rollout.async_level and step + 1 < rollouts:
+                ahead = sampler.submit(sample, job, step + 1, adapter)
+            train(job, experience)
+            if ahead:
+                wait([ahead])  # the engine finishes with this adapter before it gets the next
+            adapter = sync(job, probe)
+            job.finish_rollout(step, adapter)
+            if job.stop.requested:
+                job.save(step + 1)
+                raise Interrupted(f"stopped after rollout {step}; saved in {job.folder.path}")
     job.listener.phase("check")
-    trainer.verify_base()
+    job.trainer.verify_base()
     check_base(job.engine, probe)
-    job.save(config.rollout.num_rollout)
+    job.save(rollouts)
     job.export(adapter)
     return adapter
 
 
-def one_rollout(job: Job, step: int, adapter: AdapterState) -> None:
-    """Sample with ``adapter``, score, and make one update."""
-    config, record = job.config, job.recorder
-    prompts = job.prompts.take(config.rollout.rollout_batch_size)
-    with job.phase("rollout"):
-        samples = job.sampler.sample(job.engine, prompts, adapter.ref(), step)
-    with job.phase("reward"):
-        scores = score_samples(job.reward, prompts, samples, job.decode, job.sampler.stop_token_ids)
-    batch, report = make_batch(
-        samples,
-        [score.value for score in scores],
-        config.rollout.n_samples_per_prompt,
-        algorithm=config.algorithm,
-        step=step,
-        temperature=config.rollout.rollout_temperature,
-    )
-    record.add(rollout_metrics(samples, scores, report, step))
+def sample(job: Job, step: int, adapter: AdapterState) -> Experience:
+    """Sample the next prompts with ``adapter`` and score them."""
+    job.listener.phase("sample")
+    return job.explorer.collect(step, adapter.ref())
+
+
+def train(job: Job, experience: Experience) -> None:
+    """One update; trainer and engine must agree on the tokens it was made from."""
+    job.recorder.add(experience.metrics)
     with job.phase("train"):
-        stats = job.trainer.step(batch)
-    record.add(stats.metrics)
-    record.add({"train/update_applied": float(stats.applied)})
-    if stats.logprobs:
-        difference = logprob_difference(stats.logprobs, batch.samples)
-        record.add(difference)
-        check_logprob_difference(difference, config.rollout.logprob_diff_limit, job.dtype)
+        stats = job.trainer.step(experience.batch)
+    job.recorder.add(stats.metrics)
+    job.recorder.add({"train/update_applied": float(stats.applied)})
+    if not stats.logprobs:
+        return
+    difference = logprob_difference(stats.logprobs, experience.batch.samples)
+    job.recorder.add(difference)
+    if not experience.batch.stale:  # an older adapter's samples differ by the update in between
+        limit = job.config.rollout.logprob_diff_limit
+        check_logprob_difference(difference, limit, job.dtype)
 
 
 def sync(job: Job, probe: Probe) -> AdapterState:

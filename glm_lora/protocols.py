@@ -127,6 +127,11 @@ class TrainBatch:
     """Rollout number, from 0; the adapter that results has version ``step + 1``."""
     temperature: float = 1.0
 
+    @property
+    def stale(self) -> bool:
+        """Whether any sample was made by another version than the trainer's present one."""
+        return any(s.adapter.version != self.step for s in self.samples)
+
 
 @dataclass(frozen=True)
 class StepStats:

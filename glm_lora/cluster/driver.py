@@ -10,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from glm_lora.cluster.plan import Plan
-from glm_lora.config import TrainConfig
-from glm_lora.errors import DataError
+from glm_lora.config import RolloutConfig, TrainConfig
+from glm_lora.errors import ConfigError, DataError
 from glm_lora.protocols import RolloutEngine, Trainer
 from glm_lora.report.console import Listener
 from glm_lora.report.run_folder import RunFolder
 from glm_lora.report.sinks import JsonlSink, MetricSink, TensorBoardSink, WandbSink
 from glm_lora.rl.chat import ChatFormat
-from glm_lora.rl.data import PromptData, load_prompts
+from glm_lora.rl.data import Prompt, PromptData, load_prompts
 from glm_lora.rl.rewards import Reward, reward_of
 from glm_lora.rl.stream import PromptStream
 from glm_lora.settings import torchrun_world
+from glm_lora.train.experience import Explorer
 from glm_lora.train.job import Job, StopRequest
 
 PROBE_TOKENS = 64
@@ -34,11 +35,11 @@ PROBE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Text:
-    """Tokenizer, prompts and reward of a run."""
+    """Chat format, prompts and reward of a run."""
 
+    chat: ChatFormat
     data: PromptData
-    decode: Callable[[Sequence[int]], str]
-    stop_token_ids: tuple[int, ...]
+    eval_prompts: tuple[Prompt, ...]
     reward: Reward
 
 
@@ -46,26 +47,40 @@ def load_text(plan: Plan) -> Text:
     """Read tokenizer and prompts, and build the reward.
 
     Raises:
-        DataError: The tokenizer, a prompt file or the reward cannot be used.
+        ConfigError, DataError: The tokenizer, a prompt file or the reward cannot be used.
     """
-    config, rollout = plan.config, plan.config.rollout
-    chat = ChatFormat.load(config.hf_checkpoint, plan.spec.eos_token_ids)
+    rollout = plan.config.rollout
+    if rollout.eval_interval and not rollout.eval_prompt_data:
+        raise ConfigError("--eval-interval without --eval-prompt-data", "prompt files to evaluate")
+    chat = ChatFormat.load(plan.config.hf_checkpoint, plan.spec.eos_token_ids)
     reward = reward_of(rollout)
     try:
-        data = load_prompts(
-            rollout.prompt_data,
-            chat.encode,
-            input_key=rollout.input_key,
-            label_key=rollout.label_key,
-            metadata_key=rollout.metadata_key,
-            check_label=reward.check_label,
-            max_prompt_tokens=rollout.rollout_max_prompt_len,
-            skip_bad_rows=rollout.skip_bad_rows,
+        data = prompts_of(rollout, rollout.prompt_data, chat, reward)
+        evaluation = (
+            prompts_of(rollout, rollout.eval_prompt_data, chat, reward)
+            if rollout.eval_prompt_data
+            else PromptData(())
         )
     except DataError:
         reward.close()
         raise
-    return Text(data, chat.decode, chat.stop_token_ids, reward)
+    return Text(chat, data, tuple(p for f in evaluation.files for p in f.prompts), reward)
+
+
+def prompts_of(
+    rollout: RolloutConfig, sources: Sequence[str], chat: ChatFormat, reward: Reward
+) -> PromptData:
+    """Read prompt files with the keys and limits of ``rollout``; DataError lists bad rows."""
+    return load_prompts(
+        sources,
+        chat.encode,
+        input_key=rollout.input_key,
+        label_key=rollout.label_key,
+        metadata_key=rollout.metadata_key,
+        check_label=reward.check_label,
+        max_prompt_tokens=rollout.rollout_max_prompt_len,
+        skip_bad_rows=rollout.skip_bad_rows,
+    )
 
 
 def train(
@@ -100,6 +115,10 @@ def train(
             stack.callback(lambda: [sink.close() for sink in sinks])
             job = _job(plan, text, trainer, engine, folder, sinks, listener)
             job.resume, job.stop = resume, stop
+            first = text.data.files[0].prompts[0]
+            listener.note(f"first {text.chat.describe(first.ids)}")
+            for row in text.data.bad_rows:
+                listener.note(f"left out: {row}")
             from glm_lora.pipeline import run
 
             run(job)
@@ -117,20 +136,17 @@ def _job(
     sinks: list[MetricSink],
     listener: Listener,
 ) -> Job:
-    from glm_lora.train.experience import Sampler
-
     config = plan.config
     longest = max((p.ids for f in text.data.files for p in f.prompts), key=len)
-    probe = (*longest, *text.stop_token_ids)[:PROBE_TOKENS]
+    probe = (*longest, *text.chat.stop_token_ids)[:PROBE_TOKENS]
+    prompts = PromptStream(text.data, shuffle=config.rollout.rollout_shuffle, seed=config.seed)
     return Job(
         config=config,
         selection=plan.selection,
         trainer=trainer,
         engine=engine,
-        prompts=PromptStream(text.data, shuffle=config.rollout.rollout_shuffle, seed=config.seed),
-        reward=text.reward,
-        sampler=Sampler(config, text.stop_token_ids),
-        decode=text.decode,
+        explorer=Explorer(config, engine, prompts, text.reward, text.chat),
+        eval_prompts=text.eval_prompts,
         probe_tokens=probe,
         base_model=str(config.hf_checkpoint),
         folder=folder,

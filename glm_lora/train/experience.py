@@ -1,39 +1,104 @@
-"""One rollout's experience: sample the prompts, score the samples."""
+"""One rollout's experience: sample the prompts with one adapter, check and score the samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glm_lora.config import TrainConfig
 from glm_lora.errors import RolloutError
-from glm_lora.protocols import AdapterRef, Finish, Request, RolloutEngine, Sample, SamplingParams
+from glm_lora.protocols import (
+    AdapterRef,
+    Finish,
+    Request,
+    RolloutEngine,
+    Sample,
+    SamplingParams,
+    TrainBatch,
+)
+from glm_lora.rl.batch import BatchReport, make_batch
+from glm_lora.rl.chat import ChatFormat
 from glm_lora.rl.data import Prompt
+from glm_lora.rl.dynamic import gather
+from glm_lora.rl.metrics import rollout_metrics
 from glm_lora.rl.rewards import Reward, Score, make_answers
-from glm_lora.rl.stream import request_seed
+from glm_lora.rl.stream import PromptStream, request_seed
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """Asks an engine for a group of samples per prompt.
+class Experience:
+    """The batch of one update and what is known about its rollout."""
+
+    batch: TrainBatch
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """Collects experience: prompts, engine, reward.
 
     Args:
-        config: Group size, length limit, temperature, seed.
-        stop_token_ids: Tokens that end a response.
+        config: Group size, limits, temperature, seed.
+        engine: Samples.
+        prompts: Where the next prompts come from.
+        reward: Scores.
+        chat: Stop tokens, and text of tokens.
     """
 
     config: TrainConfig
-    stop_token_ids: tuple[int, ...]
+    engine: RolloutEngine
+    prompts: PromptStream
+    reward: Reward
+    chat: ChatFormat
 
-    def sample(
-        self, engine: RolloutEngine, prompts: Sequence[Prompt], adapter: AdapterRef, step: int
-    ) -> list[Sample]:
-        """All samples of one rollout, group after group.
+    def collect(self, step: int, adapter: AdapterRef) -> Experience:
+        """Sample and score the prompts of rollout ``step``; replaces groups that teach nothing.
 
         Raises:
-            RolloutError: The engine returned another number of samples, or samples that another
-                adapter or version made.
+            RolloutError: The engine failed, or returned samples that another adapter made.
         """
+        rollout = self.config.rollout
+        seconds = {"time/rollout": 0.0, "time/reward": 0.0}
+
+        def draw(count: int, first: int) -> tuple[list[Sample], list[Score]]:
+            start = time.perf_counter()
+            prompts = self.prompts.take(count)
+            samples = self._sample(prompts, adapter, step, first)
+            sampled = time.perf_counter()
+            answers = make_answers(prompts, samples, self.chat.decode, self.chat.stop_token_ids)
+            scores = self.reward.score(answers)
+            seconds["time/rollout"] += sampled - start
+            seconds["time/reward"] += time.perf_counter() - sampled
+            return samples, scores
+
+        group = rollout.n_samples_per_prompt
+        limit = self.config.algorithm.dynamic_sampling_limit
+        gathered = gather(draw, rollout.rollout_batch_size, group, limit)
+        batch, report = self._batch(gathered.samples, gathered.scores, step)
+        if gathered.dropped_groups:
+            # Rewards and lengths are those of everything sampled, not of what was kept.
+            _, report = self._batch(gathered.all_samples, gathered.all_scores, step)
+        metrics = rollout_metrics(gathered.all_samples, gathered.all_scores, report, step)
+        tokens = metrics["rollout/response_tokens"]
+        rate = {"rollout/tokens_per_second": tokens / max(seconds["time/rollout"], 1e-9)}
+        return Experience(batch, metrics | gathered.metrics() | seconds | rate)
+
+    def _batch(
+        self, samples: Sequence[Sample], scores: Sequence[Score], step: int
+    ) -> tuple[TrainBatch, BatchReport]:
+        return make_batch(
+            samples,
+            [score.value for score in scores],
+            self.config.rollout.n_samples_per_prompt,
+            algorithm=self.config.algorithm,
+            step=step,
+            temperature=self.config.rollout.rollout_temperature,
+        )
+
+    def _sample(
+        self, prompts: Sequence[Prompt], adapter: AdapterRef, step: int, first: int
+    ) -> list[Sample]:
         rollout = self.config.rollout
         requests = [
             Request(
@@ -41,14 +106,14 @@ class Sampler:
                 SamplingParams(
                     max_new_tokens=rollout.rollout_max_response_len,
                     temperature=rollout.rollout_temperature,
-                    stop_token_ids=self.stop_token_ids,
-                    seed=request_seed(self.config.seed, step, index),
+                    stop_token_ids=self.chat.stop_token_ids,
+                    seed=request_seed(self.config.seed, step, first + index),
                 ),
                 rollout.n_samples_per_prompt,
             )
             for index, prompt in enumerate(prompts)
         ]
-        samples = engine.generate(requests, adapter)
+        samples = self.engine.generate(requests, adapter)
         check_samples(samples, requests, adapter)
         return samples
 
@@ -56,7 +121,12 @@ class Sampler:
 def check_samples(
     samples: Sequence[Sample], requests: Sequence[Request], adapter: AdapterRef
 ) -> None:
-    """Every request has its samples, in order, made by the adapter that was asked for."""
+    """Every request has its samples, in order, made by the adapter that was asked for.
+
+    Raises:
+        RolloutError: Another number of samples, another adapter or version, other prompts, or
+            tokens without log-probabilities.
+    """
     expected = [r.prompt_ids for r in requests for _ in range(r.n)]
     if len(samples) != len(expected):
         raise RolloutError(
@@ -78,14 +148,3 @@ def check_samples(
                 "log-probabilities",
                 "one log-probability per response token",
             )
-
-
-def score_samples(
-    reward: Reward,
-    prompts: Sequence[Prompt],
-    samples: Sequence[Sample],
-    decode: Callable[[Sequence[int]], str],
-    stop_token_ids: Sequence[int],
-) -> list[Score]:
-    """One score per sample; ``samples`` holds equally many consecutive samples per prompt."""
-    return reward.score(make_answers(prompts, samples, decode, stop_token_ids))

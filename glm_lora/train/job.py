@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,22 @@ from glm_lora.checkpoint.train_state import (
 from glm_lora.config import TrainConfig
 from glm_lora.errors import CheckpointError
 from glm_lora.export.peft import export_peft
-from glm_lora.protocols import AdapterState, Capabilities, RolloutEngine, Trainer
+from glm_lora.protocols import (
+    AdapterRef,
+    AdapterState,
+    Capabilities,
+    RolloutEngine,
+    SamplingParams,
+    Trainer,
+)
 from glm_lora.report.console import Listener
 from glm_lora.report.run_folder import RunFolder, truncate_metrics
 from glm_lora.report.sinks import MetricSink
+from glm_lora.rl.data import Prompt
+from glm_lora.rl.evaluate import evaluate
 from glm_lora.rl.metrics import health_lines
-from glm_lora.rl.rewards import Reward
-from glm_lora.rl.stream import PromptStream
 from glm_lora.targets.selection import Selection
-from glm_lora.train.experience import Sampler
+from glm_lora.train.experience import Explorer
 
 
 class Recorder:
@@ -69,10 +76,7 @@ class Job:
     selection: Selection
     trainer: Trainer
     engine: RolloutEngine
-    prompts: PromptStream
-    reward: Reward
-    sampler: Sampler
-    decode: Callable[[Sequence[int]], str]
+    explorer: Explorer
     probe_tokens: tuple[int, ...]
     """A fixed prompt whose log-probabilities are compared after every sync."""
     base_model: str
@@ -80,11 +84,14 @@ class Job:
     folder: RunFolder
     sinks: Sequence[MetricSink]
     listener: Listener
+    eval_prompts: Sequence[Prompt] = ()
+    """Prompts of ``--eval-prompt-data``."""
     resume: bool = False
     stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.sinks)
+        self.cursor = self.explorer.prompts.state_dict()
         self.capabilities: Capabilities = self.engine.capabilities()
 
     @property
@@ -118,20 +125,29 @@ class Job:
                 "Start it anew with --force",
             )
         extra = self.trainer.load(folder)
-        self.prompts.load_state_dict(extra["prompts"])
+        self.explorer.prompts.load_state_dict(extra["prompts"])
+        self.mark_cursor()
         truncate_metrics(self.folder.metrics, extra["rollouts"])
         self.listener.note(f"continuing after rollout {extra['rollouts'] - 1} from {folder}")
         return int(extra["rollouts"])
 
+    def mark_cursor(self) -> None:
+        """The prompts dealt so far are used up; a resumed run continues from here."""
+        self.cursor = self.explorer.prompts.state_dict()
+
     def save(self, rollouts: int) -> None:
         """Write a checkpoint after ``rollouts`` rollouts and drop the oldest ones."""
-        extra: dict[str, Any] = {"rollouts": rollouts, "prompts": self.prompts.state_dict()}
+        extra: dict[str, Any] = {"rollouts": rollouts, "prompts": self.cursor}
         with self.phase("save"):
             self.trainer.save(iteration_folder(self.folder.path, rollouts), extra)
             prune_checkpoints(self.folder.path, self.config.keep_last)
 
-    def finish_rollout(self, step: int) -> None:
-        """Write the rollout's metrics, say what is out of its band, save when it is due."""
+    def finish_rollout(self, step: int, adapter: AdapterState) -> None:
+        """Evaluate and save when due, write the rollout's metrics, say what is out of its band."""
+        interval = self.config.rollout.eval_interval
+        if interval and (step + 1) % interval == 0:
+            with self.phase("eval"):
+                self.recorder.add(self.evaluate(adapter.ref()))
         metrics = self.recorder.flush(step)
         self.listener.rollout(step, metrics)
         for line in health_lines(metrics):
@@ -140,6 +156,23 @@ class Job:
         done = step + 1
         if interval and done % interval == 0 and done < self.config.rollout.num_rollout:
             self.save(done)
+
+    def evaluate(self, adapter: AdapterRef) -> dict[str, float]:
+        """``eval/...`` scalars of ``adapter`` on the evaluation prompts."""
+        rollout = self.config.rollout
+        return evaluate(
+            self.engine,
+            adapter,
+            self.eval_prompts,
+            self.explorer.reward,
+            self.explorer.chat.decode,
+            sampling=SamplingParams(
+                max_new_tokens=rollout.rollout_max_response_len,
+                temperature=rollout.rollout_temperature,
+                stop_token_ids=self.explorer.chat.stop_token_ids,
+            ),
+            seed=self.config.seed,
+        )
 
     def export(self, adapter: AdapterState) -> None:
         """Write the PEFT adapter into the run folder, over the one of an earlier finish."""

@@ -173,11 +173,14 @@ class Updater:
         if algorithm.kl_coef > 0:
             with self.adapters.enabled(False):
                 reference = self._response_logprobs(batch)
+        # The ratio is taken to the policy that made the samples: this one, unless they are stale.
+        old = [np.asarray(s.rollout_logprobs) for s in batch.samples] if batch.stale else None
         first: list[np.ndarray] | None = None
         metrics: dict[str, float] = {}
         for _ in range(algorithm.updates_per_rollout):
-            logprobs, metrics = self._update(batch, old=first, reference=reference)
+            logprobs, metrics = self._update(batch, old=old, reference=reference)
             first = logprobs if first is None else first
+            old = first if old is None else old
         return StepStats(applied=True, metrics=metrics, logprobs=first or [])
 
     def _response_logprobs(self, batch: TrainBatch) -> list[np.ndarray]:
