@@ -8,6 +8,7 @@ takes a fraction of a second and reads no weight.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,25 @@ class CheckpointIndex:
         """Names of the files, sorted."""
         return tuple(sorted(set(self.weight_map.values())))
 
+    @property
+    def layers(self) -> frozenset[int]:
+        """Numbers of the text layers that have a tensor (the MTP layer included)."""
+        rests = (n.removeprefix(LAYERS_PREFIX) for n in self.weight_map if _in_text_layer(n))
+        return frozenset(int(r.split(".", 1)[0]) for r in rests)
+
+    def require_files(self) -> None:
+        """Raise CheckpointError when a file that the index names is not there."""
+        for shard in self.shards:
+            if not (self.path.parent / shard).is_file():
+                raise self._missing(shard)
+
+    def _missing(self, shard: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} names {shard}, which is not in {self.path.parent}",
+            "the files of the index",
+            "Download the missing file",
+        )
+
     def headers(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Dtype and shape of the named tensors, read from the files that hold them.
 
@@ -56,6 +76,8 @@ class CheckpointIndex:
         wanted = list(names)
         found: dict[str, TensorInfo] = {}
         for shard in dict.fromkeys(self.weight_map[name] for name in wanted):
+            if not (self.path.parent / shard).is_file():
+                raise self._missing(shard)
             found.update(read_header(self.path.parent / shard))
         for name in wanted:
             if name not in found:
@@ -67,12 +89,15 @@ class CheckpointIndex:
         return {name: found[name] for name in wanted}
 
 
+def _in_text_layer(name: str) -> bool:
+    return re.match(re.escape(LAYERS_PREFIX) + r"[0-9]+\.", name) is not None
+
+
 def read_index(folder: Path) -> CheckpointIndex | None:
     """The index of a checkpoint folder; None when it holds no safetensors weights at all.
 
     Raises:
-        CheckpointError: The index is unreadable, not JSON, not an index, or names a file that is
-            not there.
+        CheckpointError: The index is unreadable, not JSON, or not an index.
     """
     folder = Path(folder)
     path = folder / INDEX_NAME
@@ -81,15 +106,7 @@ def read_index(folder: Path) -> CheckpointIndex | None:
         if not single.exists():
             return None
         return CheckpointIndex(single, dict.fromkeys(read_header(single), SINGLE_NAME))
-    index = CheckpointIndex(path, _weight_map(_read_json(path), path))
-    for shard in index.shards:
-        if not (folder / shard).is_file():
-            raise CheckpointError(
-                f"{path} names {shard}, which is not in {folder}",
-                "every file of the index",
-                "Download the missing file",
-            )
-    return index
+    return CheckpointIndex(path, _weight_map(_read_json(path), path))
 
 
 def _read_json(path: Path) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from glm_lora.arch.checkpoint_index import read_index, verify_sites
+from glm_lora.arch.checkpoint_index import CheckpointIndex, read_index, verify_sites
 from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import BUILTIN, ModelSpec, builtin, spec_from_dir
 from glm_lora.errors import ModelError
@@ -35,16 +35,30 @@ def known_model(name: str, hf_checkpoint: Path | None = None) -> KnownModel:
     """
     if hf_checkpoint is None:
         return KnownModel(name, builtin(name), "built in")
-    spec = spec_from_dir(hf_checkpoint)
+    spec = whole = spec_from_dir(hf_checkpoint)
     source = "config.json"
     if name in BUILTIN:
-        spec = _agreed(BUILTIN[name], spec, name, hf_checkpoint)
+        spec = _agreed(BUILTIN[name], whole, name, hf_checkpoint)
         source = "built in, as config.json says"
     index = read_index(hf_checkpoint)
     if index is not None:
         count = verify_sites(index, spec)
+        _same_layers(index, whole)
+        if spec.num_hidden_layers == whole.num_hidden_layers:
+            index.require_files()  # the first layers of a longer model need only some of them
         source += f"; all {count} trainable sites are in {index.path.name} with their shapes"
     return KnownModel(name, spec, source)
+
+
+def _same_layers(index: CheckpointIndex, spec: ModelSpec) -> None:
+    """The index holds the configuration's layers and, at most, one MTP layer after them."""
+    count = spec.num_hidden_layers
+    beyond = [layer for layer in sorted(index.layers) if layer > count]
+    if beyond:
+        raise ModelError(
+            f"{index.path} holds layer {beyond[-1]}, but config.json has {count} layers",
+            f"layers 0 to {count - 1}, and {count} for the MTP layer",
+        )
 
 
 def _agreed(ours: ModelSpec, theirs: ModelSpec, name: str, folder: Path) -> ModelSpec:

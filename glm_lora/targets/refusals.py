@@ -5,10 +5,10 @@ Only called once a selection has failed, so it may look at everything that has a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from glm_lora.arch.foreign import NonTarget, non_targets
-from glm_lora.arch.projections import LAYERS_PREFIX, Row, dense_sites
+from glm_lora.arch.projections import LAYERS_PREFIX, SGLANG_LAYERS_PREFIX, Row, dense_sites
 from glm_lora.arch.spec import FULL, ModelSpec
 from glm_lora.errors import TargetError, did_you_mean, nearest
 from glm_lora.targets.groups import GROUP_NAMES, fixing_exclude
@@ -144,12 +144,17 @@ def _suggestion(item: str, spec: ModelSpec) -> str:
     leaves = sorted({c.row.leaf for c in cells(spec)})
     if not is_glob(item):
         return did_you_mean(item, [*GROUP_NAMES, *leaves])
-    mended = _mend(item, _words(spec))
-    if mended != item and match(mended, spec):
-        return f"Did you mean '{mended}'?"
-    if "*." + mended != item and match("*." + mended, spec):
-        return f"Did you mean '*.{mended}'?"
-    return ""
+    near = next((c for c in _near_globs(item, spec) if c != item and match(c, spec)), "")
+    return f"Did you mean '{near}'?" if near else ""
+
+
+def _near_globs(item: str, spec: ModelSpec) -> Iterator[str]:
+    """The item as a module name in one of the two spellings, then with words mended."""
+    module = item.removeprefix("base_model.model.").removesuffix(".weight")
+    if module.startswith(SGLANG_LAYERS_PREFIX):
+        module = LAYERS_PREFIX + module.removeprefix(SGLANG_LAYERS_PREFIX)
+    mended = _mend(module, _words(spec))
+    yield from (module, mended, f"*.{mended}")
 
 
 def _words(spec: ModelSpec) -> frozenset[str]:

@@ -37,9 +37,40 @@ def test_config_alone_is_enough(model_folder) -> None:
     assert model.spec.hidden_size == 128 and model.source == "config.json"
 
 
-def test_a_slice_of_a_longer_checkpoint(model_folder) -> None:
+def test_a_slice_of_a_longer_checkpoint_needs_only_its_own_files(model_folder) -> None:
     name = "GLM-5.3-Flash-4layer"
-    assert known_model(name, model_folder(FULL.first_layers(8))).spec == BUILTIN[name]
+    folder = model_folder(FULL.first_layers(8))
+    (folder / "model-00007.safetensors").unlink()
+    assert known_model(name, folder).spec == BUILTIN[name]
+    (folder / "model-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"names model-00002\.safetensors"):
+        known_model(name, folder)
+
+
+def test_every_file_of_the_index_must_be_there(model_folder) -> None:
+    folder = model_folder(TINY)
+    index = json.loads((folder / INDEX_NAME).read_text())
+    index["weight_map"]["model.visual.post_layernorm.weight"] = "vision.safetensors"
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names vision\.safetensors"):
+        known_model("tiny", folder)
+
+
+def test_an_index_with_more_layers_than_the_config(model_folder) -> None:
+    folder = model_folder(FULL.first_layers(8))
+    config = model_folder(FULL.first_layers(4), "short", index=False) / "config.json"
+    (folder / "config.json").write_text(config.read_text())
+    with pytest.raises(ModelError, match=r"holds layer 7, but config\.json has 4 layers"):
+        known_model("mine", folder)
+
+
+def test_the_mtp_layer_may_follow_the_last(model_folder) -> None:
+    folder = model_folder(FULL)
+    index = json.loads((folder / INDEX_NAME).read_text())
+    name = "model.language_model.layers.45.eh_proj.weight"
+    index["weight_map"][name] = "model-00044.safetensors"
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    assert known_model("GLM-5.3-Flash", folder).spec == FULL
 
 
 @pytest.mark.parametrize(

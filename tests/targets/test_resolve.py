@@ -172,6 +172,13 @@ def test_a_frozen_target_names_the_exclude_that_fixes_it() -> None:
         ("*.self_atn.q_proj", "'*.self_attn.q_proj'"),
         ("self_attn.q_proj", "'*.self_attn.q_proj'"),
         ("layers.3.self_attn.o_proj", "'*.layers.3.self_attn.o_proj'"),
+        ("model.layers.0.self_attn.o_proj", "'model.language_model.layers.0.self_attn.o_proj'"),
+        ("*.layers.0.self_attn.o_proj.weight", "'*.layers.0.self_attn.o_proj'"),
+        (
+            "base_model.model.model.language_model.layers.0.self_attn.o_proj",
+            "'model.language_model.layers.0.self_attn.o_proj'",
+        ),
+        ("*.self_attn.qkv_proj", "q_proj,k_proj,v_proj"),
         ("qkv_proj", "q_proj,k_proj,v_proj"),
         ("fused_qkv_a_proj_with_mqa", "q_a_proj,kv_a_proj_with_mqa"),
     ],
