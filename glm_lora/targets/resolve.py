@@ -94,8 +94,8 @@ def resolve(spec: ModelSpec, model_name: str, config: SelectionConfig) -> Resolu
         *(ItemCount(EXCLUDE, i, h.count, (h & wanted).count) for i, h in excludes.items()),
     )
     warnings = [
-        *_item_warnings(includes, excludes, wanted, left, config, spec),
         *find_warnings(selection, spec, tuple(includes), layers),
+        *_item_warnings(includes, excludes, wanted, left, config),
     ]
     return Resolution(selection, items, layers, tuple(warnings))
 
@@ -185,7 +185,6 @@ def _item_warnings(
     wanted: Hits,
     left: Hits,
     config: SelectionConfig,
-    spec: ModelSpec,
 ) -> Sequence[str]:
     found: list[str] = []
     for item, hits in includes.items():
