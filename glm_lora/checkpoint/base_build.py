@@ -155,6 +155,11 @@ def _wait(world: int) -> None:
         dist.barrier()
 
 
+def worker_count(wanted: int) -> int:
+    """The number of threads for a wish: 0 takes the processors there are, at most 8."""
+    return wanted or min(MAX_WORKERS, os.cpu_count() or 1)
+
+
 def _start(plan: BasePlan) -> None:
     """Make the partial folder for this plan; parts of other work are dropped."""
     done = plan.finished_parts()
@@ -179,7 +184,7 @@ def _write_parts(plan: BasePlan, mine: tuple[Part, ...], workers: int, report: R
     total = sum(part.nbytes for part in mine)
     counter = _ByteCounter(total - sum(p.nbytes for p in left), total, report)
     params = all_params(plan.spec)
-    threads = min(workers or min(MAX_WORKERS, os.cpu_count() or 1), max(1, len(left)))
+    threads = min(worker_count(workers), max(1, len(left)))
     intra_op, checked = torch.get_num_threads(), get_crc32_options()
     torch.set_num_threads(1)
     # The manifest has a sha256 of every tensor; computing the CRC too would take longer than all
@@ -263,7 +268,7 @@ def verify_base(ref_load: Path, manifest: BaseManifest, report: Report = silent)
     done = 0
     for record in manifest.tensors:
         digest = hashlib.sha256()
-        for _, value in base_writer.stored_chunks(release, metadata, record.key):
+        for value in base_writer.stored_chunks(release, metadata, record.key):
             digest.update(tensor_bytes(value))
             done += value.nbytes
             report(Progress("verifying", min(done, total), total, "bytes"))

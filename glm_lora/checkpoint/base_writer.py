@@ -198,30 +198,32 @@ def write_metadata(folder: Path, sidecars: Sequence[Mapping[str, Any]]) -> list[
     return records
 
 
-def stored_chunks(
-    release: Path, metadata: Metadata, key: str
-) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """The chunks of one stored tensor with their offsets, in row-major order, one at a time.
+def stored_chunks(release: Path, metadata: Metadata, key: str) -> Iterator[torch.Tensor]:
+    """The chunks of one stored tensor in row-major order, one at a time; as ``read_chunk``."""
+    stored = metadata.state_dict_metadata[key]
+    assert isinstance(stored, TensorStorageMetadata)
+    for chunk in sorted(stored.chunks, key=lambda c: tuple(c.offsets)):
+        yield read_chunk(release, metadata, key, chunk.offsets)
+
+
+def read_chunk(release: Path, metadata: Metadata, key: str, offsets: torch.Size) -> torch.Tensor:
+    """One stored chunk of a tensor.
 
     Raises:
         CheckpointError: The data file is truncated or damaged.
     """
-    stored = metadata.state_dict_metadata[key]
-    assert isinstance(stored, TensorStorageMetadata)
-    for chunk in sorted(stored.chunks, key=lambda c: tuple(c.offsets)):
-        info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-        path = release / info.relative_path
-        try:
-            with path.open("rb") as file:
-                file.seek(info.offset)
-                value = torch.load(_Window(file, info.offset, info.length), weights_only=True)  # pyright: ignore
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(
-                f"{path} is damaged at {key}: {error}",
-                "a complete data file",
-                "Run glm-lora prepare --force",
-            ) from error
-        yield tuple(chunk.offsets), value
+    info = metadata.storage_data[MetadataIndex(key, offsets)]
+    path = release / info.relative_path
+    try:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            return torch.load(_Window(file, info.offset, info.length), weights_only=True)  # pyright: ignore
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} is damaged at {key}: {error}",
+            "a complete data file",
+            "Run glm-lora prepare --force",
+        ) from error
 
 
 class _Window:

@@ -85,18 +85,24 @@ def open_source(reader: HfReader, spec: ModelSpec) -> HfSource:
     entries = reader.entries
     _check_missing([n for n in expected if n not in entries], reader)
     skipped: Counter[str] = Counter()
-    for name, entry in entries.items():
+    shards = (
+        reader.index.weight_map if reader.index else {n: e.path.name for n, e in entries.items()}
+    )
+    for name, shard in shards.items():
         if reason := skip_reason(name, spec.num_hidden_layers):
             skipped[reason] += 1
             continue
         weight = name.removesuffix(SCALE_SUFFIX)
         if name not in expected and (name == weight or weight not in expected):
             raise CheckpointError(
-                f"{name} in {entry.path} is not a tensor of glm5_next",
+                f"{name} in {reader.folder / shard} is not a tensor of glm5_next",
                 "a GLM-5.3-Flash checkpoint",
             )
         if name not in expected and not reader.is_quantised(weight):
-            raise CheckpointError(f"{name} in {entry.path} scales a weight that is not FP8")
+            raise CheckpointError(
+                f"{name} in {reader.folder / shard} scales a weight that is not FP8",
+                "F8_E4M3 blocks",
+            )
     for name, (param, shape) in expected.items():
         _check_tensor(reader, name, param, shape)
     return HfSource(reader, spec, dict(skipped))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,11 +88,11 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def remove_matching(folder: Path, keep: Callable[[Path], bool]) -> None:
-    """Remove the files and folders directly inside ``folder`` that ``keep`` does not keep."""
-    for path in folder.iterdir():
-        if not keep(path):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+def check_empty(folder: Path) -> None:
+    """Refuse an output folder that holds anything.
+
+    Raises:
+        CheckpointError: It is a file, or not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is not empty", "a new or empty folder")

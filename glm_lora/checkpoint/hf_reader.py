@@ -31,25 +31,55 @@ BLOCK = 128
 """Rows and columns that share one scale."""
 
 
-def read_index(folder: Path) -> dict[str, str] | None:
-    """The shard of every tensor as the index file tells it; None when there is no index.
+CUT_KEY = "glm_lora_layers"
+"""In the metadata of an index that lists only what a slice needs; its shards may hold more."""
+
+
+def read_index(folder: Path) -> Index | None:
+    """The index file of a folder; None when there is none.
 
     Raises:
         CheckpointError: The index is damaged or names files outside the folder.
     """
     path = folder / INDEX_FILE
     try:
-        weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", "an index file") from error
+    return parse_index(text, str(path))
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an index file says."""
+
+    weight_map: dict[str, str]
+    """The shard of every tensor."""
+    is_cut: bool = False
+    """Whether it leaves out tensors on purpose."""
+
+    def shards(self, wanted: frozenset[str] | None) -> list[str]:
+        """The shards that hold tensors of ``wanted`` (None: all shards)."""
+        return sorted(
+            {s for name, s in self.weight_map.items() if wanted is None or name in wanted}
+        )
+
+
+def parse_index(text: str, path: str) -> Index:
+    """Read the text of an index file; ``path`` is for messages. Raises CheckpointError."""
+    try:
+        data: Any = json.loads(text)
+        weight_map, metadata = data["weight_map"], data.get("metadata") or {}
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be used: {error!r}", "an index file") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} lists no tensors", "an index file with a weight_map")
     for shard in set(weight_map.values()):
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(f"{path} names the shard {shard!r}", "a file name")
-    return weight_map
+    return Index(weight_map, CUT_KEY in metadata)
 
 
 @dataclass(frozen=True)
@@ -61,6 +91,8 @@ class HfReader:
     """The shards that were opened, by name."""
     entries: dict[str, TensorEntry]
     """Every tensor of those shards, by disk name."""
+    index: Index | None = None
+    """The index, when there is one."""
 
     @classmethod
     def open(cls, folder: Path, wanted: frozenset[str] | None = None) -> HfReader:
@@ -79,9 +111,7 @@ class HfReader:
                 )
             shards = [SINGLE_FILE]
         else:
-            shards = sorted(
-                {shard for name, shard in index.items() if wanted is None or name in wanted}
-            )
+            shards = index.shards(wanted)
         missing = [s for s in shards if not (folder / s).exists()]
         if missing:
             raise CheckpointError(
@@ -99,7 +129,8 @@ class HfReader:
                 entries[name] = entry
         if index is not None:
             _check_index(folder, index, files)
-        return cls(folder, files, entries)
+            entries = {n: e for n, e in entries.items() if n in index.weight_map}
+        return cls(folder, files, entries, index)
 
     def identity(self) -> str:
         """A digest that tells this checkpoint from another one (header, size and samples)."""
@@ -141,8 +172,9 @@ class HfReader:
             position = end
 
 
-def _check_index(folder: Path, index: dict[str, str], files: dict[str, SafetensorsFile]) -> None:
-    for name, shard in index.items():
+def _check_index(folder: Path, index: Index, files: dict[str, SafetensorsFile]) -> None:
+    weight_map = index.weight_map
+    for name, shard in weight_map.items():
         if shard in files and name not in files[shard].entries:
             raise CheckpointError(
                 f"the index of {folder} puts {name} into {shard}, which does not hold it",
@@ -150,10 +182,10 @@ def _check_index(folder: Path, index: dict[str, str], files: dict[str, Safetenso
             )
     for shard, file in files.items():
         for name in file.entries:
-            if index.get(name) != shard:
+            if weight_map.get(name) != shard and not (index.is_cut and name not in weight_map):
                 raise CheckpointError(
                     f"{shard} in {folder} holds {name}, which the index puts into "
-                    f"{index.get(name, 'no shard')}",
+                    f"{weight_map.get(name, 'no shard')}",
                     "an index that agrees with the shards",
                 )
 

@@ -8,21 +8,33 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import TINY, ModelSpec
 from glm_lora.checkpoint.base_build import (
     build_base,
     check_target,
     plan_base,
     verify_base,
+    worker_count,
 )
-from glm_lora.checkpoint.base_writer import BaseSource
-from glm_lora.checkpoint.convert import HfSource, open_source, wanted_names
-from glm_lora.checkpoint.files import make_folder, write_errors
+from glm_lora.checkpoint.base_writer import CHUNK_BYTES, READ_AHEAD, BaseSource
+from glm_lora.checkpoint.convert import open_source, wanted_names
+from glm_lora.checkpoint.files import check_empty, free_bytes, make_folder, write_errors
 from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.manifest import BaseManifest, check_base
 from glm_lora.checkpoint.progress import Report, silent
+from glm_lora.checkpoint.random_init import RandomSource
+from glm_lora.checkpoint.released import (
+    Origin,
+    describe,
+    fetch,
+    fetch_dataset,
+    find_origin,
+    open_origin,
+)
 from glm_lora.checkpoint.tiny import write_prompts
 from glm_lora.checkpoint.tiny_folder import is_made, make_tiny, read_marker
+from glm_lora.checkpoint.to_hf import write_hf
 from glm_lora.checkpoint.torch_dist import TRACKER
 from glm_lora.config import PrepareConfig
 from glm_lora.errors import CheckpointError
@@ -59,7 +71,8 @@ def prepare(config: PrepareConfig, report: Report = silent) -> PrepareResult:
         ModelError: A ``config.json`` of another architecture.
     """
     started = time.monotonic()
-    result = _prepare_tiny(config, report)
+    tiny = config.model_name == "tiny" and config.init == "base"
+    result = _prepare_tiny(config, report) if tiny else _prepare_released(config, report)
     return replace(result, seconds=time.monotonic() - started)
 
 
@@ -99,16 +112,67 @@ def _prepare_tiny(config: PrepareConfig, report: Report) -> PrepareResult:
     )
 
 
-def describe(source: HfSource) -> dict[str, Any]:
-    """What the manifest says about a Hugging Face source; equal for equal contents."""
-    reader = source.reader
-    return {
-        "kind": "huggingface",
-        "identity": reader.identity(),
-        "files": {name: file.size for name, file in sorted(reader.files.items())},
-        "headers": {name: file.header_sha256 for name, file in sorted(reader.files.items())},
-        "skipped": dict(source.skipped),
-    }
+def _prepare_released(config: PrepareConfig, report: Report) -> PrepareResult:
+    check_target(config.ref_load)
+    if config.to_hf is not None:
+        check_empty(config.to_hf)
+    origin = find_origin(config)
+    plan = [*origin.lines, *_base_lines(config, origin)]
+    if config.dry_run:
+        return PrepareResult(config.hf_checkpoint, config.ref_load, plan=tuple(plan))
+    made: list[str] = []
+    data, fetched = _prompts(config, report)
+    made += ["data"] if fetched else []
+    if origin.download is not None:
+        fetch(origin, report)
+        made.append("checkpoint")
+    source, description = open_origin(origin, config.seed)
+    manifest, built = _base(config, origin.spec, source, description, report)
+    made += ["base"] if built else []
+    if config.to_hf is not None:
+        write_hf(config.ref_load, manifest, origin.folder, config.to_hf, report)
+        made.append("to_hf")
+    return PrepareResult(
+        config.hf_checkpoint,
+        config.ref_load,
+        manifest.fingerprint,
+        data,
+        tuple(made),
+        description["skipped"],
+        tuple(plan),
+    )
+
+
+def _prompts(config: PrepareConfig, report: Report) -> tuple[dict[str, Path], bool]:
+    """The prompt files by name, and whether they were fetched now."""
+    if config.model_name != "tiny":
+        return fetch_dataset(config, report)
+    folder = config.data_dir / "tiny"
+    with write_errors(folder):
+        return write_prompts(folder), False
+
+
+def _base_lines(config: PrepareConfig, origin: Origin) -> list[str]:
+    """The part of the plan that tells what the base will need."""
+    # Without the source's headers this counts bfloat16; a source in fp32 takes twice as much.
+    estimate = RandomSource(0)
+    params = all_params(origin.spec).values()
+    nbytes = sum(p.numel * estimate.dtype(p).itemsize for p in params)
+    workers = worker_count(config.workers)
+    rows = max(CHUNK_BYTES, *(p.numel // p.shape[0] * 4 for p in params))
+    memory = workers * (READ_AHEAD + 2) * rows
+    there = (config.ref_load / TRACKER).exists() and not config.force
+    lines = [
+        f"{'keep' if there else 'write'} a base of {origin.spec.num_hidden_layers} layers, "
+        f"{sum(p.numel for p in params):,} parameters, about {nbytes / 1e9:.1f} GB, "
+        f"in {config.ref_load} ({free_bytes(config.ref_load) / 1e9:.1f} GB free)",
+        f"use {workers} threads and about {memory / 1e9:.1f} GB of memory",
+    ]
+    if config.to_hf is not None:
+        lines.append(f"write it back as a Hugging Face checkpoint in {config.to_hf}")
+    if config.task != "none" and config.model_name != "tiny":
+        lines.append(f"keep or download {config.task} in {config.data_dir / config.task}")
+    return lines
 
 
 def _base(
