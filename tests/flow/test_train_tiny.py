@@ -228,3 +228,113 @@ def test_fingerprint_sees_one_changed_bit():
     assert fingerprint_tensors(dict(reversed(tensors.items()))) == before
     tensors["a"][1] = 1e-45
     assert fingerprint_tensors(tensors) != before
+
+
+def test_export_in_every_format_and_back(whole_run, tiny, tmp_path, capsys):
+    from glm_lora.arch.spec import TINY
+    from glm_lora.export.load import load_adapter
+
+    base = ["--hf-checkpoint", str(tiny.hf_checkpoint), "--model-name", "tiny"]
+    chain = (
+        ["--run", str(whole_run), "--format", "peft", "--check"],
+        ["--adapter-checkpoint", str(tmp_path / "0"), "--format", "sglang", *base],
+        ["--adapter-checkpoint", str(tmp_path / "1"), "--format", "peft", "--check", *base],
+        ["--run", str(whole_run), "--format", "merged"],
+    )
+    for number, arguments in enumerate(chain):
+        assert main(["export", *arguments, "--output", str(tmp_path / str(number))]) == 0
+    digests = {load_adapter(tmp_path / str(n), TINY).digest for n in range(3)}
+    assert len(digests) == 1
+    assert "all 86 tensors" in capsys.readouterr().out
+
+
+def test_the_merged_checkpoint_answers_as_base_plus_adapter(whole_run, tiny, tmp_path):
+    from peft import PeftModel
+    from transformers import Glm5NextForConditionalGeneration as Model
+
+    from tests.support import close
+
+    output = tmp_path / "merged"
+    assert (
+        main(["export", "--run", str(whole_run), "--format", "merged", "--output", str(output)])
+        == 0
+    )
+    prompts = torch.tensor([[2 + d, 15, 17] for d in range(10)])
+    with torch.no_grad():
+        merged = Model.from_pretrained(output).eval()(prompts).logits
+        base = Model.from_pretrained(tiny.hf_checkpoint)
+        expected = PeftModel.from_pretrained(base, whole_run / "adapter").eval()(prompts).logits
+    close(merged, expected, "fp32: one rounding of each merged weight", atol=1e-4)
+
+
+def test_eval_compares_base_and_adapter(whole_run, tiny, capsys):
+    arguments = ["eval", "--run", str(whole_run), "--json"]
+    assert main([*arguments, "--prompt-data", str(tiny.data["prompts"])]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["base"]["eval/pass@1"] <= 0.40
+    assert result["adapter"]["eval/pass@1"] >= 0.85
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--format", "gguf"], "'gguf'"),
+        (["--format", "peft", "--adapter-checkpoint", "x"], "exactly one"),
+    ],
+)
+def test_export_refuses(whole_run, tmp_path, options, said, capsys):
+    output = str(tmp_path / "out")
+    assert main(["export", "--run", str(whole_run), "--output", output, *options]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_into_a_folder_with_files_is_refused(whole_run, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main(["export", "--run", str(whole_run), "--output", str(tmp_path)]) == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_adapter_without_gradient_stops_the_run_and_is_named(tiny_root, tmp_path, monkeypatch):
+    """A projection that silently trains nothing: its B never gets a gradient."""
+    from glm_lora.cluster.driver import train as run_training
+    from glm_lora.cluster.plan import plan
+    from glm_lora.errors import TrainingError
+    from glm_lora.lora.attach import attach_adapters
+    from glm_lora.report.console import SilentListener
+    from glm_lora.settings import resolve_train
+    from glm_lora.train import worker
+
+    dead = "model.language_model.layers.3.mlp.shared_experts.up_proj"
+
+    def with_a_dead_one(*arguments):
+        adapters = attach_adapters(*arguments)
+        adapters.parameters()[f"{dead}.lora_B.weight"].register_hook(torch.zeros_like)
+        return adapters
+
+    monkeypatch.setattr(worker, "attach_adapters", with_a_dead_one)
+    values = {"model_name": "tiny", "launcher": "inline", "run_dir": str(tmp_path / "run")}
+    names = ("models", "ckpt", "data")
+    models, ckpts, data = (tiny_root / name for name in names)
+    config = resolve_train(values, models=models, ckpts=ckpts, data=data)
+    with pytest.raises(TrainingError, match="by update 2") as caught:
+        run_training(plan(config), SilentListener())
+    assert dead in str(caught.value)
+    assert metric_lines(tmp_path / "run") == 1
+
+
+def test_an_engine_that_keeps_the_old_adapter_stops_the_run(tiny_root, tmp_path, monkeypatch):
+    """Push reports success but the weights stay: the probe after the second sync finds it."""
+    from glm_lora.rollout.peft_policy import PeftPolicy
+
+    loads = []
+    real = PeftPolicy.load_adapter
+
+    def first_only(self, tensors):
+        loads.append(1)
+        if len(loads) == 1:
+            real(self, tensors)
+
+    monkeypatch.setattr(PeftPolicy, "load_adapter", first_only)
+    assert train(tiny_root, tmp_path / "run", "--num-rollout", "3") == 1
+    assert len(loads) == 2
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no rollout counts as done"

@@ -1,0 +1,53 @@
+"""Base against adapter on prompt files, with the run's own engine, reward and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from glm_lora.cluster.driver import prompts_of
+from glm_lora.config import TrainConfig, from_toml
+from glm_lora.export.source import from_run
+from glm_lora.protocols import SamplingParams
+from glm_lora.report.run_folder import CONFIG
+from glm_lora.rl.chat import ChatFormat
+from glm_lora.rl.evaluate import compare
+from glm_lora.rl.rewards import reward_of
+from glm_lora.rollout.engine import build_engine
+
+
+def evaluate_run(
+    run: Path, prompt_data: Sequence[str], samples_per_prompt: int, seed: int
+) -> dict[str, dict[str, float]]:
+    """``eval/...`` scalars of ``base`` and ``adapter`` of a run, same prompts and seeds.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: The run or a prompt file cannot be used.
+    """
+    source = from_run(run)
+    config = from_toml(TrainConfig, run / CONFIG)
+    chat = ChatFormat.load(config.hf_checkpoint, source.spec.eos_token_ids)
+    reward = reward_of(config.rollout)
+    try:
+        data = prompts_of(config.rollout, prompt_data, chat, reward)
+        engine = build_engine(config, source.state.selection)
+        try:
+            engine.push(source.state)
+            return compare(
+                engine,
+                source.state.ref(),
+                [p for file in data.files for p in file.prompts],
+                reward,
+                chat.decode,
+                sampling=SamplingParams(
+                    max_new_tokens=config.rollout.rollout_max_response_len,
+                    temperature=config.rollout.rollout_temperature,
+                    stop_token_ids=chat.stop_token_ids,
+                ),
+                samples_per_prompt=samples_per_prompt,
+                seed=seed,
+            )
+        finally:
+            engine.close()
+    finally:
+        reward.close()
