@@ -119,3 +119,14 @@ def _collate_experts(
         if chosen is not None:
             out[i, : len(chosen)] = chosen
     return out
+
+
+def distinct(sequences: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], list[int]]:
+    """The different sequences, in order of appearance, and for each sequence its place there.
+
+    Samples of one prompt are often equal. Without dropout and replayed experts equal sequences
+    have equal log-probabilities, so each needs to be run once: index the result with the places.
+    """
+    places: dict[tuple[int, ...], int] = {}
+    index = [places.setdefault(tuple(s), len(places)) for s in sequences]
+    return [list(s) for s in places], index

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from glm_lora.model.collectives import all_reduce
 from glm_lora.model.parallel import Group
-
-_LOGITS_PER_BLOCK = 2**27  # fp32 logits held at a time: 512 MiB
+from glm_lora.model.plan import LOGITS_PER_BLOCK
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -39,7 +38,7 @@ class _TokenLogprobs(torch.autograd.Function):
         slopes = [torch.empty_like(hidden)] if ctx.needed else []
         if ctx.needed and with_entropy:
             slopes.append(torch.empty_like(hidden))
-        step = max(1, _LOGITS_PER_BLOCK // vocabulary)
+        step = max(1, LOGITS_PER_BLOCK // vocabulary)
         for start in range(0, rows, step):
             block = slice(start, start + step)
             logits = (hidden[block] @ weight.t()).float().div_(temperature)

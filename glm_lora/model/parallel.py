@@ -53,27 +53,6 @@ class ParallelContext:
         return self.pp_rank == self.pp_size - 1
 
 
-def layer_ranges(
-    num_layers: int, stages: int, pipeline_layers: tuple[int, ...] = ()
-) -> list[range]:
-    """The layers of each pipeline stage: 45 over 4 gives 11, 11, 11, 12.
-
-    Raises:
-        ConfigError: A given split does not cover the layers, or there are more stages than layers.
-    """
-    counts = pipeline_layers or tuple(
-        num_layers // stages + (i >= stages - num_layers % stages) for i in range(stages)
-    )
-    if len(counts) != stages or sum(counts) != num_layers or min(counts) < 1:
-        raise ConfigError(
-            f"pipeline split {counts} of {num_layers} layers over {stages} stages",
-            f"{stages} positive numbers that add up to {num_layers}",
-            "Lower pipeline_model_parallel_size or change pipeline_layers",
-        )
-    starts = [sum(counts[:i]) for i in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-
-
 def init_single_process() -> None:
     """Start a one-rank gloo group with a store in memory, unless a group is already up."""
     if not dist.is_initialized():

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from glm_lora.arch.projections import EMBED_KEY, HEAD_KEY, NORM_KEY
 from glm_lora.arch.spec import ModelSpec
-from glm_lora.errors import CheckpointError, ConfigError, ModelError
+from glm_lora.errors import CheckpointError, ModelError
 from glm_lora.model.batch import ModelBatch
 from glm_lora.model.collectives import enter_tp, leave_tp
 from glm_lora.model.head import token_logprobs
 from glm_lora.model.layer import DecoderLayer, Recompute
 from glm_lora.model.linear import LinearSite, ProjectionGroup
 from glm_lora.model.norm import RMSNorm
-from glm_lora.model.parallel import ParallelContext, layer_ranges
+from glm_lora.model.parallel import ParallelContext
+from glm_lora.model.plan import check_fit, layer_ranges
 
 
 class Stage(nn.Module):
@@ -229,33 +230,9 @@ def build_stage(
     """
     if not spec.index_kpool_always_select_tail:
         raise ModelError("index_kpool_always_select_tail is false", "true, as in GLM-5.3-Flash")
-    check_divisible(spec, ctx)
+    check_fit(spec, tp=ctx.tp_size, ep=ctx.ep_size, sequence_parallel=ctx.sequence_parallel)
     layers = (
         layer_range
         or layer_ranges(spec.num_hidden_layers, ctx.pp_size, ctx.pipeline_layers)[ctx.pp_rank]
     )
     return Stage(spec, ctx, dtype, recompute, layers)
-
-
-def check_divisible(spec: ModelSpec, ctx: ParallelContext) -> None:
-    """ConfigError when tensor or expert parallelism cannot cut ``spec`` evenly."""
-    for what, total, parts in (
-        ("KDA heads", spec.linear_num_heads, ctx.tp_size),
-        ("attention heads", spec.num_attention_heads, ctx.tp_size),
-        ("dense MLP width", spec.intermediate_size, ctx.tp_size),
-        ("shared expert width", spec.moe_intermediate_size * spec.n_shared_experts, ctx.tp_size),
-        ("vocabulary entries", spec.vocab_size, ctx.tp_size),
-        ("routed experts", spec.n_routed_experts, ctx.ep_size),
-    ):
-        if total % parts:
-            kind = "expert" if what == "routed experts" else "tensor"
-            raise ConfigError(
-                f"{total} {what} over {parts} {kind}-parallel ranks",
-                f"a {kind}-parallel size that divides {total}",
-            )
-    moe = any(spec.is_moe(i) for i in range(spec.num_hidden_layers))
-    if moe and ctx.tp_size > 1 and not ctx.sequence_parallel:
-        raise ConfigError(
-            f"tensor parallel {ctx.tp_size} without sequence parallel on a model with experts",
-            "sequence_parallel = true",
-        )
