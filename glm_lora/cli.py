@@ -20,7 +20,14 @@ from rich.text import Text
 
 from glm_lora import __version__, settings
 from glm_lora.arch.spec import builtin
-from glm_lora.config import TINY_DEFAULTS, PrepareConfig, SelectionConfig, TrainConfig, build
+from glm_lora.config import (
+    TINY_DEFAULTS,
+    PrepareConfig,
+    SelectionConfig,
+    SglangConfig,
+    TrainConfig,
+    build,
+)
 from glm_lora.errors import ConfigError, GlmLoraError
 from glm_lora.options import collect, merge, with_options
 
@@ -51,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     show_traceback = "--traceback" in arguments
     _quiet_libraries()
     try:
-        app(args=[a for a in arguments if a != "--traceback"], prog_name="glm-lora")
+        app(args=_with_sglang_flags(arguments), prog_name="glm-lora")
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
     except GlmLoraError as error:
@@ -63,6 +70,30 @@ def main(argv: list[str] | None = None) -> int:
         err.print("stopped")
         return 130
     return 0
+
+
+def _with_sglang_flags(arguments: list[str]) -> list[str]:
+    """Pack ``--sglang-NAME [VALUE ...]`` that are no options of ours for the one hidden option.
+
+    So every other misspelt option is still refused, while SGLang's flags pass through.
+    """
+    own = {"--" + name.replace("_", "-") for name in SglangConfig.model_fields}
+    own |= {"--no-" + name.removeprefix("--") for name in own}
+    kept: list[str] = []
+    passed: list[str] = []
+    taking = False
+    for argument in arguments:
+        name = argument.split("=")[0]
+        if argument.startswith("--"):
+            taking = name.startswith("--sglang-") and name not in own
+        if argument == "--traceback":
+            continue
+        (passed if taking else kept).append(argument)
+    if passed:
+        from glm_lora.rollout.sglang_server import passed_flags
+
+        kept += [f"--sglang-flags={flag}" for flag in passed_flags(passed)]
+    return kept
 
 
 def _quiet_libraries() -> None:
@@ -158,7 +189,7 @@ def _selection(
 @app.command()
 @with_options(
     TrainConfig,
-    skip=("model_name", "hf_checkpoint", "ref_load", "run_dir", "launcher"),
+    skip=("model_name", "hf_checkpoint", "ref_load", "run_dir", "launcher", "sglang_flags"),
     other_defaults=TINY_DEFAULTS,
     repeatable=("target_modules", "exclude_modules", "prompt_data"),
 )
@@ -193,6 +224,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
     ] = False,
+    sglang_flags: Annotated[list[str] | None, typer.Option("--sglang-flags", hidden=True)] = None,
     **given: Any,
 ) -> None:
     """Train an adapter: sample, score, train, sync, until the last rollout."""
@@ -200,6 +232,8 @@ def train(
     from glm_lora.report.console import ConsoleListener
 
     values = collect(TrainConfig, given)
+    if sglang_flags:
+        values.setdefault("sglang", {})["sglang_flags"] = sglang_flags
     world = settings.torchrun_world()
     chosen = launcher or ("torchrun" if world else "ray")
     for name, value in (

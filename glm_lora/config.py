@@ -171,6 +171,27 @@ class RolloutConfig(_Strict):
     """Evaluate every N rollouts; 0 never."""
 
 
+class SglangConfig(_Strict):
+    """The SGLang engine; only with --rollout-engine sglang."""
+
+    sglang_python: str = ""
+    """Interpreter of the environment SGLang is installed in; needed to start servers."""
+    rollout_engine_urls: tuple[str, ...] = ()
+    """Running servers to use instead of starting some."""
+    rollout_num_engines: int = Field(default=1, ge=1)
+    """Servers to start."""
+    rollout_num_gpus_per_engine: int = Field(default=1, ge=1)
+    """Tensor-parallel GPUs of each server."""
+    sglang_mem_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the GPU memory for weights and cache; 0 leaves it to SGLang."""
+    sglang_lora_backend: Literal["triton", "csgmv"] = "triton"
+    """SGLang's LoRA kernels."""
+    sglang_colocated: bool = False
+    """The servers give their memory back while the trainer works."""
+    sglang_flags: tuple[str, ...] = ()
+    """SGLang's own flags: --sglang-NAME VALUE on the command line passes --NAME VALUE."""
+
+
 class TrainConfig(_Strict):
     """Everything ``train`` needs; saved as the run's ``config.toml``."""
 
@@ -216,6 +237,8 @@ class TrainConfig(_Strict):
     """Advantages and loss."""
     rollout: RolloutConfig = RolloutConfig()
     """Prompts, sampling and reward."""
+    sglang: SglangConfig = SglangConfig()
+    """The SGLang engine."""
 
     @property
     def world_size(self) -> int:

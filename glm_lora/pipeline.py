@@ -13,7 +13,7 @@ from glm_lora.protocols import AdapterState
 from glm_lora.rl.metrics import check_logprob_difference, logprob_difference
 from glm_lora.sync.push import Probe, check_base, push_and_verify, record_probe
 from glm_lora.train.experience import Experience
-from glm_lora.train.job import Job
+from glm_lora.train.job import Job, Snapshot
 
 
 def run(job: Job) -> AdapterState:
@@ -26,7 +26,9 @@ def run(job: Job) -> AdapterState:
     rollouts = job.config.rollout.num_rollout
     first = job.restore()
     probe = record_probe(job.engine, job.probe_tokens)
-    adapter = sync(job, probe)
+    with job.trainer_on_device(probe):
+        snapshot = job.snapshot()
+    adapter = sync(job, probe, snapshot)
     with ThreadPoolExecutor(1) as sampler:
         ahead: Future[Experience] | None = None
         for step in range(first, rollouts):
@@ -34,18 +36,21 @@ def run(job: Job) -> AdapterState:
             job.mark_cursor()
             if job.config.rollout.async_level and step + 1 < rollouts:
                 ahead = sampler.submit(sample, job, step + 1, adapter)
-            train(job, experience)
+            with job.trainer_on_device(probe):
+                train(job, experience)
+                snapshot = job.snapshot()
             if ahead:
                 wait([ahead])  # the engine finishes with this adapter before it gets the next
-            adapter = sync(job, probe)
+            adapter = sync(job, probe, snapshot)
             job.finish_rollout(step, adapter)
             if job.stop.requested:
                 job.save(step + 1)
                 raise Interrupted(f"stopped after rollout {step}; saved in {job.folder.path}")
     job.listener.phase("check")
-    job.trainer.verify_base()
+    with job.trainer_on_device(probe):
+        job.trainer.verify_base()
+        job.save(rollouts)
     check_base(job.engine, probe)
-    job.save(rollouts)
     job.export(adapter)
     return adapter
 
@@ -72,17 +77,16 @@ def train(job: Job, experience: Experience) -> None:
         check_logprob_difference(difference, limit, job.dtype)
 
 
-def sync(job: Job, probe: Probe) -> AdapterState:
+def sync(job: Job, probe: Probe, snapshot: Snapshot) -> AdapterState:
     """Send the adapter, and only the adapter, to the engine; nothing is believed unchecked."""
     with job.phase("sync"):
-        adapter = job.trainer.adapter(job.sync_dtype)
         report = push_and_verify(
-            adapter,
+            snapshot.adapter,
             job.engine,
             probe,
-            lambda tokens: job.trainer.logprobs([tokens])[0],
+            lambda tokens: snapshot.probe_logprobs,
             capabilities=job.capabilities,
             limit=job.config.rollout.logprob_diff_limit,
         )
     job.recorder.add(report.metrics())
-    return adapter
+    return snapshot.adapter

@@ -36,6 +36,9 @@ def plan(config: TrainConfig) -> Plan:
     """
     spec = spec_of(config.model_name, config.hf_checkpoint)
     resolution = resolve(spec, config.model_name, config.selection)
+    from glm_lora.rollout.engine import check_engine
+
+    check_engine(config)
     # After the selection: a wrong target is reported even where no base exists yet.
     from glm_lora.checkpoint.manifest import check_base
 

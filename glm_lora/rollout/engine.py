@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from glm_lora.config import TrainConfig
+from glm_lora.errors import ConfigError
 from glm_lora.protocols import RolloutEngine
+from glm_lora.settings import spec_of
 from glm_lora.targets.selection import Selection
 
 
 def build_engine(config: TrainConfig, selection: Selection) -> RolloutEngine:
-    """Start the engine that ``config`` asks for, in this process (a server is a child of it)."""
+    """Start the engine that ``config`` asks for; servers are children of this process."""
+    if config.rollout.rollout_engine == "sglang":
+        return _sglang(config, selection)
     import torch
 
     from glm_lora.rollout.embedded import EmbeddedEngine
@@ -25,3 +29,57 @@ def build_engine(config: TrainConfig, selection: Selection) -> RolloutEngine:
         seed=config.seed,
         return_routed_experts=config.rollout.enable_r3,
     )
+
+
+def check_engine(config: TrainConfig) -> None:
+    """Check, before anything starts, that the engine's options fit together.
+
+    Raises:
+        ConfigError: No way to a server is given, or options exclude each other.
+    """
+    sglang = config.sglang
+    if config.rollout.rollout_engine != "sglang":
+        if sglang.sglang_colocated:
+            raise ConfigError("--sglang-colocated", "--rollout-engine sglang")
+        return
+    if not sglang.sglang_python and not sglang.rollout_engine_urls:
+        raise ConfigError(
+            "--rollout-engine sglang without a way to a server",
+            "--sglang-python with the interpreter of SGLang's environment, or "
+            "--rollout-engine-urls with running servers",
+            "Build the environment with: make sglang-env",
+        )
+    if sglang.sglang_colocated and config.rollout.async_level:
+        raise ConfigError(
+            "--sglang-colocated with --async-level 1",
+            "--async-level 0: engine and trainer take turns on the GPUs",
+        )
+
+
+def _sglang(config: TrainConfig, selection: Selection) -> RolloutEngine:
+    from glm_lora.rollout.sglang import attach_engine, start_engine
+    from glm_lora.rollout.sglang_server import ServerOptions
+
+    options = config.sglang
+    spec = spec_of(config.model_name, config.hf_checkpoint)
+    if options.rollout_engine_urls:
+        return attach_engine(
+            options.rollout_engine_urls, spec, base_model=str(config.hf_checkpoint)
+        )
+    servers = [
+        ServerOptions(
+            checkpoint=config.hf_checkpoint,
+            selection=selection,
+            python=options.sglang_python,
+            work_dir=config.run_dir / "logs" / f"sglang-{number}",
+            tensor_parallel=options.rollout_num_gpus_per_engine,
+            dtype=config.dtype,
+            mem_fraction=options.sglang_mem_fraction,
+            lora_backend=options.sglang_lora_backend,
+            memory_saver=options.sglang_colocated,
+            routed_experts=config.rollout.enable_r3,
+            passed=options.sglang_flags,
+        )
+        for number in range(options.rollout_num_engines)
+    ]
+    return start_engine(servers, spec, base_model=str(config.hf_checkpoint))

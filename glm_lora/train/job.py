@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from glm_lora.checkpoint.train_state import (
     iteration_folder,
     latest_checkpoint,
@@ -31,6 +33,7 @@ from glm_lora.report.sinks import MetricSink
 from glm_lora.rl.data import Prompt
 from glm_lora.rl.evaluate import evaluate
 from glm_lora.rl.metrics import health_lines
+from glm_lora.sync.push import Probe, check_base
 from glm_lora.targets.selection import Selection
 from glm_lora.train.experience import Explorer
 
@@ -59,6 +62,14 @@ class Recorder:
         """Close every sink."""
         for sink in self._sinks:
             sink.close()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The adapter as the trainer holds it, and what the trainer says of the probe prompt."""
+
+    adapter: AdapterState
+    probe_logprobs: np.ndarray
 
 
 @dataclass
@@ -112,6 +123,32 @@ class Job:
         start = time.perf_counter()
         yield
         self.recorder.add({f"time/{name}": time.perf_counter() - start})
+
+    @contextlib.contextmanager
+    def trainer_on_device(self, probe: Probe) -> Iterator[None]:
+        """The trainer computes inside; where both share GPUs, the engine gives its memory first.
+
+        Afterwards the engine's base must answer the probe prompt bit for bit as at the start:
+        without its host copy the weights would come back as garbage.
+        """
+        if not self.config.sglang.sglang_colocated:
+            yield
+            return
+        with self.phase("release"):
+            self.engine.release()
+        self.recorder.add(self.trainer.onload())
+        yield
+        self.recorder.add(self.trainer.offload())
+        with self.phase("resume"):
+            self.engine.resume()
+            check_base(self.engine, probe)
+
+    def snapshot(self) -> Snapshot:
+        """Gather the adapter and score the probe prompt with it."""
+        with self.phase("sync"):
+            adapter = self.trainer.adapter(self.sync_dtype)
+            (logprobs,) = self.trainer.logprobs([self.probe_tokens])
+        return Snapshot(adapter, logprobs)
 
     def restore(self) -> int:
         """Load the last checkpoint when resuming; returns the next rollout's number."""
