@@ -198,6 +198,7 @@ class Check:
             selection=self.selection,
             python=sys.executable,
             work_dir=work,
+            tensor_parallel=self.args.tp,
             mem_fraction=0.3,
             lora_backend=backend,
             memory_saver=saver,
@@ -428,6 +429,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=520.0)
     parser.add_argument("--syncs", type=int, default=50)
     parser.add_argument("--backends", default="triton,csgmv,release")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of the server")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger("httpx").setLevel(logging.WARNING)

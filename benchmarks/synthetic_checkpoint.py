@@ -70,7 +70,9 @@ def _param(
         if fp8 and is_quantised(spec, param):
             yield PlannedTensor(name, torch.float8_e4m3fn, shape, _bytes(pool, name, shape))
             scale = scale_shape(shape)
-            yield PlannedTensor(name + SCALE_SUFFIX, torch.float32, scale, _scale(pool, name, scale))
+            yield PlannedTensor(
+                name + SCALE_SUFFIX, torch.float32, scale, _scale(pool, name, scale)
+            )
             continue
         dtype = torch.float32 if param.key.endswith(F32) else torch.bfloat16
 

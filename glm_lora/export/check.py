@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from glm_lora.errors import ExportError
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.errors import ExportError, SyncError
+from glm_lora.export.load import load_adapter
 from glm_lora.export.peft import peft_tensors
 from glm_lora.model.hf_hooks import fit_kda_chunks
-from glm_lora.protocols import AdapterState
+from glm_lora.protocols import AdapterState, RolloutEngine
+from glm_lora.sync.push import SyncReport, push_and_verify, record_probe
 from glm_lora.sync.verify import some
 
 if TYPE_CHECKING:
@@ -87,6 +90,45 @@ def check_peft(
             f"at most {limit:.3g}",
         )
     return CheckReport(state.selection.num_sites, count, worst, effect)
+
+
+def check_served(
+    folder: Path,
+    spec: ModelSpec,
+    engine: RolloutEngine,
+    references: Sequence[Reference],
+    limit: float | None = None,
+) -> list[SyncReport]:
+    """Read ``folder`` strictly, serve it on ``engine``, and compare every reference.
+
+    Args:
+        folder: An adapter in either format.
+        spec: The base's dimensions.
+        engine: Where to serve it (SGLang, or the embedded engine).
+        references: Sequences with the trainer's log-probabilities under the adapter.
+        limit: Largest mean difference, in nats; default by the engine's dtype.
+
+    Raises:
+        CheckpointError: The folder cannot be read exactly.
+        ExportError: The engine does not take it, or its log-probabilities differ.
+    """
+    state = load_adapter(folder, spec)
+    reports = []
+    for number, reference in enumerate(references):
+        probe = record_probe(engine, reference.tokens)
+        try:
+            report = push_and_verify(
+                state,
+                engine,
+                probe,
+                lambda _, expected=reference.logprobs: expected,
+                name=f"export-check-{number}",
+                limit=limit,
+            )
+        except SyncError as error:
+            raise ExportError(f"{folder} is not served as it was exported: {error}") from error
+        reports.append(report)
+    return reports
 
 
 def check_loaded(model: nn.Module, state: AdapterState) -> int:

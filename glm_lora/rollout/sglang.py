@@ -29,11 +29,9 @@ from glm_lora.protocols import (
     AdapterRef,
     AdapterState,
     Capabilities,
-    Finish,
     Receipt,
     Request,
     Sample,
-    SamplingParams,
 )
 from glm_lora.rollout.sglang_client import Completion, SglangClient
 from glm_lora.rollout.sglang_info import ServerInfo, read_info, same_info
@@ -45,7 +43,13 @@ from glm_lora.rollout.sglang_payload import (
     serving_config,
 )
 from glm_lora.rollout.sglang_plugin import DIGEST_KEY
-from glm_lora.rollout.sglang_server import SglangServer
+from glm_lora.rollout.sglang_samples import check_version, sample_of, sampling
+from glm_lora.rollout.sglang_server import (
+    START_LIMIT,
+    ServerOptions,
+    SglangServer,
+    start_servers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +94,7 @@ class SglangEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._released = False
+        self._spec: ModelSpec | None = None
         try:
             self.info = self._run(self._read_infos())
         except BaseException:
@@ -117,6 +122,7 @@ class SglangEngine:
                 modules than the targets have.
         """
         self.info.check_plugin(spec)
+        self._spec = spec
 
     def capabilities(self) -> Capabilities:
         """What the servers can do, as they said themselves."""
@@ -229,7 +235,7 @@ class SglangEngine:
         served = self._served_name(adapter)
         groups = self._run(self._generate(requests, served))
         return [
-            _sample(request, completion, adapter)
+            sample_of(request, completion, adapter, self._spec)
             for request, group in zip(requests, groups, strict=True)
             for completion in group
         ]
@@ -256,12 +262,12 @@ class SglangEngine:
             client = self._clients[index % len(self._clients)]
             completions = await client.generate(
                 [request.prompt_ids] * request.n,
-                [_sampling(request.sampling, i) for i in range(request.n)],
+                [sampling(request.sampling, i) for i in range(request.n)],
                 lora_path=served,
-                routed_experts=self.info.routed_experts,
+                routed_experts=self.info.routed_experts and self._spec is not None,
             )
             if served is not None and served == newest:
-                _check_version(completions, served, client.url)
+                check_version(completions, served, client.url)
             return completions
 
         return await self._gather([one(i, r) for i, r in enumerate(requests)])
@@ -352,32 +358,53 @@ class SglangEngine:
         self._thread.join(timeout=10)
 
 
-def _sampling(params: SamplingParams, index: int) -> dict[str, Any]:
-    return {
-        "temperature": params.temperature,
-        "max_new_tokens": params.max_new_tokens,
-        "stop_token_ids": list(params.stop_token_ids),
-        "sampling_seed": (params.seed * 1_000_003 + index) % 2**62,
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-    }
+def start_engine(
+    options: Sequence[ServerOptions],
+    spec: ModelSpec,
+    *,
+    transport: Transport = "folder",
+    base_model: str = "base",
+    limit: float = START_LIMIT,
+) -> SglangEngine:
+    """Start servers on this machine and connect to them; the plugin must be active in each.
+
+    Raises:
+        ConfigError: The interpreter or the checkpoint is not there.
+        RolloutError: A server does not start, or serves other projections than this model has.
+            Every server is stopped then.
+    """
+    servers = start_servers(options, limit)
+    try:
+        engine = SglangEngine(
+            [SglangClient(s.url) for s in servers],
+            servers=servers,
+            transport=transport,
+            base_model=base_model,
+        )
+    except BaseException:
+        for server in servers:
+            server.stop()
+        raise
+    return _checked(engine, spec)
 
 
-def _check_version(completions: Sequence[Completion], served: str, url: str) -> None:
-    for completion in completions:
-        if completion.weight_version != served:
-            raise RolloutError(
-                f"{url} answered under version {completion.weight_version!r}", repr(served)
-            )
+def attach_engine(
+    urls: Sequence[str], spec: ModelSpec, *, base_model: str = "base", api_key: str = ""
+) -> SglangEngine:
+    """Connect to running servers (``--rollout-engine-urls``); ``close`` leaves them running.
+
+    Raises:
+        RolloutError: A server does not answer, serves no adapters, has no active plugin, or
+            differs from the others.
+    """
+    clients = [SglangClient(url.rstrip("/"), api_key=api_key) for url in urls]
+    return _checked(SglangEngine(clients, base_model=base_model), spec)
 
 
-def _sample(request: Request, completion: Completion, adapter: AdapterRef) -> Sample:
-    finish = {"stop": Finish.STOP, "length": Finish.LENGTH}.get(completion.finish, Finish.ABORT)
-    return Sample(
-        prompt_ids=request.prompt_ids,
-        response_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        finish=finish,
-        adapter=adapter,
-        routed_experts=completion.routed_experts,
-    )
+def _checked(engine: SglangEngine, spec: ModelSpec) -> SglangEngine:
+    try:
+        engine.require_plugin(spec)
+    except RolloutError:
+        engine.close()
+        raise
+    return engine

@@ -86,6 +86,45 @@ def server_command(options: ServerOptions, model: Path, port: int) -> list[str]:
     return command + list(options.passed)
 
 
+_OURS = frozenset(
+    {
+        "model-path",
+        "host",
+        "port",
+        "dtype",
+        "tp-size",
+        "ep-size",
+        "enable-lora",
+        "max-lora-rank",
+        "lora-target-modules",
+    }
+)
+PREFIX = "--sglang-"
+
+
+def passed_flags(arguments: Sequence[str]) -> tuple[str, ...]:
+    """SGLang's own flags from ``--sglang-NAME``, ``--sglang-NAME=VALUE`` and their values.
+
+    Raises:
+        ConfigError: An argument that does not start so, or a flag that follows from other options.
+    """
+    flags: list[str] = []
+    for argument in arguments:
+        if not argument.startswith("--"):
+            flags.append(argument)
+            continue
+        name, equals, value = argument.partition("=")
+        if not name.startswith(PREFIX) or name == PREFIX:
+            raise ConfigError(f"{argument!r} is no flag for SGLang", f"{PREFIX}NAME")
+        name = name.removeprefix(PREFIX)
+        if name in _OURS:
+            raise ConfigError(
+                f"{PREFIX}{name} cannot be set", "a flag that does not follow from other options"
+            )
+        flags += [f"--{name}", value] if equals else [f"--{name}"]
+    return tuple(flags)
+
+
 _NEEDED = {"mhc": True, "index_kpool_compress": True, "num_nextn_predict_layers": 0}
 """What SGLang reads from ``text_config`` and transformers does not write."""
 

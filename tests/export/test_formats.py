@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 
 from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import TINY
-from glm_lora.errors import CheckpointError, ConfigError, SyncError
+from glm_lora.errors import CheckpointError, ConfigError, ExportError, SyncError
 from glm_lora.export.card import CardFacts, model_card
+from glm_lora.export.check import Reference, check_served
 from glm_lora.export.load import load_adapter
 from glm_lora.export.sglang import export_sglang
 from glm_lora.export.write import convert, export
+from glm_lora.rollout.embedded import EmbeddedEngine
 from glm_lora.targets.selection import make_selection
 from tests.tiny_checkpoint import random_state, tiny_selection
 
@@ -92,6 +94,27 @@ def test_bad_options_write_nothing(base, state, tmp_path, kind, options, message
     with pytest.raises(ConfigError, match=message):
         export(state, tmp_path / "x", kind, FACTS, **options)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("kind", ["peft", "sglang"])
+def test_an_export_is_served_as_it_was_exported(base, state, tmp_path, kind):
+    engine = EmbeddedEngine(base, state.selection, dtype=torch.float32)
+    engine.push(state)
+    tokens = ((3, 5, 7, 11, 2), (9, 9, 30))
+    scored = engine.score(tokens, state.ref())
+    references = [Reference(t, s) for t, s in zip(tokens, scored, strict=True)]
+    folder = export(state, tmp_path / "a", kind, FACTS)
+    reports = check_served(folder, TINY, engine, references)
+    assert len(reports) == 2
+    # Scored alone now and in one padded batch before: fp32 sums in another order.
+    assert all(r.max_difference < 1e-5 for r in reports)
+    other = export(replace_state(state), tmp_path / "b", kind, FACTS)
+    with pytest.raises(ExportError, match="not served as it was exported"):
+        check_served(other, TINY, engine, references)
+
+
+def replace_state(state):
+    return random_state(state.selection, seed=77)
 
 
 @pytest.mark.parametrize("kind", ["peft", "sglang", "merged"])

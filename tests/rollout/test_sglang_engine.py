@@ -5,6 +5,7 @@ No sample of another adapter than the one asked for may come out, whatever the s
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 from contextlib import ExitStack
@@ -16,8 +17,9 @@ from glm_lora.arch.spec import TINY
 from glm_lora.errors import RolloutError, SyncError
 from glm_lora.protocols import BASE, AdapterRef, Finish, Request, RolloutEngine, SamplingParams
 from glm_lora.rollout import sglang_client
-from glm_lora.rollout.sglang import SglangEngine
+from glm_lora.rollout.sglang import SglangEngine, attach_engine
 from glm_lora.rollout.sglang_client import SglangClient
+from glm_lora.rollout.sglang_samples import routed_experts
 from glm_lora.sync.push import Revocable, check_base, push_and_verify, record_probe
 from tests.rollout.fake_sglang import FakeSglang, fake_logprobs, running
 from tests.tiny_checkpoint import random_state, tiny_selection
@@ -313,6 +315,27 @@ def test_one_copy_per_rank_travels(state):
     with Cluster(tp=2) as two, Cluster() as one:
         ratio = two.engine.push(state).bytes / one.engine.push(state).bytes
         assert 1.9 < ratio < 2.0
+
+
+def test_routed_experts_are_decoded_and_checked():
+    everything = np.arange(6 * 4 * 2, dtype=np.int32).reshape(6, 4, 2)
+    encoded = base64.b64encode(everything.tobytes()).decode()
+    got = routed_experts(encoded, 7, TINY)
+    np.testing.assert_array_equal(got, everything[:, 3:])
+    with pytest.raises(RolloutError, match=r"48 routed experts; expected \(7, 4, 2\)"):
+        routed_experts(encoded, 8, TINY)
+
+
+def test_attach_checks_the_plugin_and_leaves_the_server_running(state):
+    fake = FakeSglang(TINY)
+    with running(fake) as url:
+        engine = attach_engine([url + "/"], TINY)
+        engine.push(state)
+        engine.close()
+        assert fake.adapters == {}
+        fake.faults.add("no plugin")
+        with pytest.raises(RolloutError, match="not active"):
+            attach_engine([url], TINY)
 
 
 def test_a_closed_engine_says_so(state):

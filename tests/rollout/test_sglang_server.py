@@ -15,6 +15,7 @@ from glm_lora.errors import ConfigError, RolloutError
 from glm_lora.rollout.sglang_server import (
     ServerOptions,
     SglangServer,
+    passed_flags,
     server_command,
     serving_view,
     start_servers,
@@ -90,6 +91,20 @@ def test_command_line_of_the_recipe(options, tmp_path):
         assert part in text
     assert text.endswith("--x 1")
     assert "memory-saver" not in " ".join(server_command(options, tmp_path, 1))
+
+
+def test_flags_are_passed_through_unless_they_are_ours():
+    flags = ["--sglang-context-length=4096", "--sglang-disable-radix-cache"]
+    assert passed_flags([*flags, "--sglang-log-level", "info"]) == (
+        "--context-length",
+        "4096",
+        "--disable-radix-cache",
+        "--log-level",
+        "info",
+    )
+    for bad in ("--sglang-max-lora-rank=8", "--sglang-port", "--context-length", "--sglang-"):
+        with pytest.raises(ConfigError):
+            passed_flags([bad])
 
 
 def test_serving_view_completes_the_config_and_links_the_rest(options, tmp_path):

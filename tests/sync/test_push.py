@@ -17,7 +17,7 @@ from glm_lora.arch.spec import TINY
 from glm_lora.errors import RolloutError, SyncError
 from glm_lora.protocols import BASE, AdapterRef, Receipt
 from glm_lora.rollout.embedded import EmbeddedEngine
-from glm_lora.sync.push import check_base, push_and_verify, record_probe
+from glm_lora.sync.push import check_base, probe_tokens, push_and_verify, record_probe
 from glm_lora.targets.selection import make_selection
 from tests.tiny_checkpoint import random_state, tiny_selection
 
@@ -216,6 +216,14 @@ def test_nothing_is_sent_when_the_state_is_wrong(engine, probe, state):
     with pytest.raises(SyncError, match="at most 2"):
         push_and_verify(state, spoiled, probe, lambda t: None, capabilities=narrow)
     assert sent == []
+
+
+def test_probe_tokens_join_prompts_until_they_are_long_enough():
+    prompts = [[1, 2, 3]] * 100
+    assert probe_tokens(prompts, 7) == (1, 2, 3) * 3
+    assert probe_tokens(prompts, 1) == (1, 2, 3)
+    assert probe_tokens([[4]], 64) == (4,)
+    assert len(probe_tokens(prompts)) == 66
 
 
 def test_probe_needs_two_tokens_and_finite_answers(engine):
