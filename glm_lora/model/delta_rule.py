@@ -70,9 +70,9 @@ def delta_rule(
         ``[B, L, h, d]`` in the dtype of ``v``; all arithmetic is fp32.
     """
     dtype, length = v.dtype, v.shape[1]
-    q, k, v, g = (x.transpose(1, 2).float().contiguous() for x in (q, k, v, log_decay))
+    v, g = (x.transpose(1, 2).float().contiguous() for x in (v, log_decay))
     beta = beta.transpose(1, 2).float().contiguous().unsqueeze(-1)
-    q, k = unit_norm(q) * q.shape[-1] ** -0.5, unit_norm(k)
+    q, k = unit_norm(torch.stack([q, k]).transpose(2, 3).float().contiguous()).unbind()
     chunk = chunk_length(length, lower_bound)
     if chunk >= length:
         out, _ = _chunk(q, k, v, g, beta, None, True)
@@ -117,7 +117,8 @@ class _Chunk(torch.autograd.Function):
         rise = (total - middle).exp_()
         fall = rise.reciprocal()
         k_rise = k * beta
-        rising = torch.cat([k_rise.mul_(rise), q * rise], dim=2)
+        scale = q.shape[-1] ** -0.5
+        rising = torch.cat([k_rise.mul_(rise), (q * rise).mul_(scale)], dim=2)
         falling = k * fall
         pairs = rising @ falling.transpose(-1, -2)
         solve, attend = pairs[:, :, :length], pairs[:, :, length:].tril()
@@ -170,7 +171,7 @@ class _Chunk(torch.autograd.Function):
         carried = d_rising * rising
         d_total = (carried[:, :, :length] + carried[:, :, length:]).sub_(d_falling * falling)
         d_k_beta = d_rising[:, :, :length] * rise
-        d_q = d_rising[:, :, length:] * rise
+        d_q = (d_rising[:, :, length:] * rise).mul_(k.shape[-1] ** -0.5)
         d_k = (d_falling * fall).addcmul_(d_k_beta, beta)
         d_beta = (d_k_beta * k).addcmul_(d_right, v).sum(-1, keepdim=True)
         if d_new is not None and leave is not None and remain is not None:

@@ -25,19 +25,13 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (gate_up,), limit = ctx.saved_tensors, ctx.limit
+        (gate_up,), limit, dy = ctx.saved_tensors, ctx.limit, grads[0]
         gate, up = gate_up.chunk(2, dim=-1)
         low, mid = gate.clamp(max=limit), up.clamp(-limit, limit)
-        sigmoid = torch.sigmoid(low)
-        silu = low * sigmoid
-        out = torch.empty_like(gate_up)
-        d_gate, d_up = out.chunk(2, dim=-1)
-        torch.mul(grads[0], silu, out=d_up)
-        d_up.mul_(mid == up)
-        # d silu / dx = sigmoid + silu (1 - sigmoid)
-        slope = torch.addcmul(sigmoid + silu, silu, sigmoid, value=-1).mul_(mid).mul_(low == gate)
-        torch.mul(grads[0], slope, out=d_gate)
-        return out, None
+        # One fused pass; written out it takes four.
+        d_gate = torch.ops.aten.silu_backward(dy * mid, low).mul_(low == gate)
+        d_up = nn.functional.silu(low).mul_(dy).mul_(mid == up)
+        return torch.cat([d_gate, d_up], dim=-1), None
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
