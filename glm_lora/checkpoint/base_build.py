@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import ModelSpec
-from glm_lora.checkpoint import base_writer
+from glm_lora.checkpoint import base_writer, ranks
 from glm_lora.checkpoint.base_writer import BaseSource, Part
 from glm_lora.checkpoint.files import (
     free_bytes,
@@ -125,34 +124,19 @@ def build_base(plan: BasePlan, workers: int = 0, report: Report = silent) -> Bas
         CheckpointError: The folder is not writable or not empty, the disk is too small or full, or
             the source turns out to be damaged. What was finished is kept.
     """
-    rank, world = _ranks()
-    with write_errors(plan.ref_load):
-        if rank == 0:
-            check_target(plan.ref_load)
-            make_folder(plan.ref_load)
-            _start(plan)
-        _wait(world)
-        _write_parts(plan, plan.parts[rank::world], workers, report)
-        _wait(world)
-        if rank == 0:
-            _finish(plan)
-        _wait(world)
-    return read_manifest(plan.ref_load)
-
-
-def _ranks() -> tuple[int, int]:
-    """Rank and number of ranks; joins torchrun's group when its variables are set."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ:
-        dist.init_process_group("gloo")
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def _wait(world: int) -> None:
-    if world > 1:
-        dist.barrier()
+    with ranks.joined() as (rank, world):
+        with write_errors(plan.ref_load):
+            if rank == 0:
+                check_target(plan.ref_load)
+                make_folder(plan.ref_load)
+                _start(plan)
+            ranks.wait()
+            _write_parts(plan, plan.parts[rank::world], workers, report)
+            ranks.wait()
+            if rank == 0:
+                _finish(plan)
+            ranks.wait()
+        return read_manifest(plan.ref_load)
 
 
 def worker_count(wanted: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import TINY, ModelSpec
+from glm_lora.checkpoint import ranks
 from glm_lora.checkpoint.base_build import (
     build_base,
     check_target,
@@ -26,10 +27,12 @@ from glm_lora.checkpoint.progress import Report, silent
 from glm_lora.checkpoint.random_init import RandomSource
 from glm_lora.checkpoint.released import (
     Origin,
+    dataset_files,
     describe,
     fetch,
     fetch_dataset,
     find_origin,
+    has_dataset,
     open_origin,
 )
 from glm_lora.checkpoint.tiny import write_prompts
@@ -72,7 +75,8 @@ def prepare(config: PrepareConfig, report: Report = silent) -> PrepareResult:
     """
     started = time.monotonic()
     tiny = config.model_name == "tiny" and config.init == "base"
-    result = _prepare_tiny(config, report) if tiny else _prepare_released(config, report)
+    with ranks.joined():
+        result = _prepare_tiny(config, report) if tiny else _prepare_released(config, report)
     return replace(result, seconds=time.monotonic() - started)
 
 
@@ -94,7 +98,7 @@ def _prepare_tiny(config: PrepareConfig, report: Report) -> PrepareResult:
     make_folder(config.ref_load.parent)
     make_folder(prompts)
     if not there:
-        make_tiny(folder, config.seed, report)
+        ranks.first_then_all(lambda: make_tiny(folder, config.seed, report))
         made.append("checkpoint")
     source = open_source(HfReader.open(folder, wanted_names(TINY)), TINY)
     manifest, built = _base(config, TINY, source, describe(source), report)
@@ -124,13 +128,16 @@ def _prepare_released(config: PrepareConfig, report: Report) -> PrepareResult:
     data, fetched = _prompts(config, report)
     made += ["data"] if fetched else []
     if origin.download is not None:
-        fetch(origin, report)
+        ranks.first_then_all(lambda: fetch(origin, report))
         made.append("checkpoint")
     source, description = open_origin(origin, config.seed)
     manifest, built = _base(config, origin.spec, source, description, report)
     made += ["base"] if built else []
     if config.to_hf is not None:
-        write_hf(config.ref_load, manifest, origin.folder, config.to_hf, report)
+        target = config.to_hf
+        ranks.first_then_all(
+            lambda: write_hf(config.ref_load, manifest, origin.folder, target, report)
+        )
         made.append("to_hf")
     return PrepareResult(
         config.hf_checkpoint,
@@ -146,7 +153,10 @@ def _prepare_released(config: PrepareConfig, report: Report) -> PrepareResult:
 def _prompts(config: PrepareConfig, report: Report) -> tuple[dict[str, Path], bool]:
     """The prompt files by name, and whether they were fetched now."""
     if config.model_name != "tiny":
-        return fetch_dataset(config, report)
+        there = has_dataset(config)
+        if not there:
+            ranks.first_then_all(lambda: fetch_dataset(config, report))
+        return dataset_files(config), not there
     folder = config.data_dir / "tiny"
     with write_errors(folder):
         return write_prompts(folder), False

@@ -185,25 +185,32 @@ def describe(source: HfSource) -> dict[str, Any]:
     }
 
 
-def fetch_dataset(config: PrepareConfig, report: Report) -> tuple[dict[str, Path], bool]:
-    """The prompt files of the task by name, and whether they were fetched now.
+def has_dataset(config: PrepareConfig) -> bool:
+    """Whether nothing has to be fetched for the task."""
+    folder = config.data_dir / config.task
+    return config.task == "none" or (bool(_rows(folder)) and not hub.is_unfinished(folder))
+
+
+def dataset_files(config: PrepareConfig) -> dict[str, Path]:
+    """The prompt files of the task by name."""
+    if config.task == "none":
+        return {}
+    return {path.stem: path for path in _rows(config.data_dir / config.task)}
+
+
+def fetch_dataset(config: PrepareConfig, report: Report) -> None:
+    """Download the prompt files of the task.
 
     Raises:
-        CheckpointError: They are not there and cannot be fetched.
+        CheckpointError: They cannot be fetched.
     """
-    if config.task == "none":
-        return {}, False
     folder = config.data_dir / config.task
-    fetched = False
-    if not _rows(folder) or hub.is_unfinished(folder):
-        remote = hub.look_up(DATASETS[config.task], "main", "dataset")
-        names = [name for name in remote.files if name.endswith(_ROWS)]
-        if not names:
-            raise CheckpointError(f"{remote.repo} has no JSONL or parquet files", "a dataset")
-        hub.download(remote, names, folder, report, {})
-        hub.finish(remote, folder, {})
-        fetched = True
-    return {path.stem: path for path in _rows(folder)}, fetched
+    remote = hub.look_up(DATASETS[config.task], "main", "dataset")
+    names = [name for name in remote.files if name.endswith(_ROWS)]
+    if not names:
+        raise CheckpointError(f"{remote.repo} has no JSONL or parquet files", "a dataset")
+    hub.download(remote, names, folder, report, {})
+    hub.finish(remote, folder, {})
 
 
 def _rows(folder: Path) -> list[Path]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -215,9 +214,3 @@ def _save_strategy() -> Any:
             )
 
     return AnyDeviceSave("torch_dist", 1)
-
-
-def barrier() -> None:
-    """Wait for all ranks; nothing when there is only this process."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()

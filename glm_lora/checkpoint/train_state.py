@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from glm_lora.checkpoint.files import make_folder, replace_folder, write_atomic, write_errors
-from glm_lora.checkpoint.torch_dist import barrier, load_tensors, save_tensors, sharded_tensor
+from glm_lora.checkpoint.ranks import wait
+from glm_lora.checkpoint.torch_dist import load_tensors, save_tensors, sharded_tensor
 from glm_lora.errors import CheckpointError
 from glm_lora.model.parallel import ParallelContext
 
@@ -66,14 +67,14 @@ def save_train_state(
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir()
-        barrier()
+        wait()
         save_tensors(partial, _sharded(tensors, ctx), {})
-        barrier()
+        wait()
         if ctx.rank == 0:
             state = {"schema": SCHEMA, "extra": dict(extra)}
             write_atomic(partial / STATE_FILE, json.dumps(state))
             replace_folder(partial, folder)
-        barrier()
+        wait()
 
 
 def load_train_state(
