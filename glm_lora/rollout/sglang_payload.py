@@ -7,7 +7,7 @@ alpha that keeps ``alpha / rank`` on every site.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import json
 import pickle
 from collections.abc import Mapping
@@ -113,11 +113,12 @@ def request_with_bytes(
     fields: dict[str, Any] = {"lora_name": name, "config_dict": dict(config)}
     if checksums:
         fields["expected_checksums"] = {k: record_of(k, t).sha256 for k, t in tensors.items()}
-    encoded = base64.b64encode(pickle.dumps(dict(tensors), protocol=5))
-    head = json.dumps(fields).encode()[:-1] + b',"serialized_named_tensors":["'
-    body = [head, encoded]
+    encoded = _Base64Writer()
+    pickle.Pickler(encoded, protocol=5).dump(dict(tensors))
+    pieces = encoded.finish()
+    body = [json.dumps(fields).encode()[:-1] + b',"serialized_named_tensors":["', *pieces]
     for _ in range(copies - 1):
-        body += [b'","', encoded]
+        body += [b'","', *pieces]
     return LoadRequest(
         "/load_lora_adapter_from_tensors",
         name,
@@ -125,6 +126,39 @@ def request_with_bytes(
         len(tensors),
         total_bytes(tensors),
     )
+
+
+class _Base64Writer:
+    """A file that keeps what is written as base64, in pieces that fit the processor's cache."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._rest = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Encode ``data``; up to two bytes wait for the next call, so that nothing is padded."""
+        view = memoryview(data).cast("B")
+        if self._rest:
+            take = -len(self._rest) % 3
+            self._rest += bytes(view[:take])
+            if len(self._rest) % 3:
+                return len(data)
+            self._encode(self._rest)
+            view = view[take:]
+        whole = len(view) - len(view) % 3
+        self._encode(view[:whole])
+        self._rest = bytes(view[whole:])
+        return len(data)
+
+    def _encode(self, data: bytes | memoryview) -> None:
+        if data:
+            self._pieces.append(binascii.b2a_base64(data, newline=False))
+
+    def finish(self) -> list[bytes]:
+        """Everything written, as base64 in pieces."""
+        self._encode(self._rest)
+        self._rest = b""
+        return self._pieces
 
 
 def request_with_folder(
