@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,8 @@ def main() -> None:
     parser.add_argument("--home", type=Path, help="folder to keep everything in")
     options = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning)
     if options.tour:
         home = options.home or Path("~/.cache/glm-lora").expanduser()
         tour(home, Path("runs") / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}")

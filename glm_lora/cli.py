@@ -174,7 +174,7 @@ def _selection(
 ) -> SelectionConfig:
     """The selection from a recipe file or from options, which exclude each other."""
     if adapter is None:
-        return build(SelectionConfig, merge(tiny, given))
+        return build(SelectionConfig, merge(tiny, settings.selection_values(given)))
     if given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(

@@ -92,6 +92,13 @@ def default_run_dir(model_name: str) -> Path:
     return Path("runs") / f"{model_name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+def selection_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Selection options as given; targets of one's own do not inherit the recipe's excludes."""
+    if "target_modules" in given and "exclude_modules" not in given:
+        return {**given, "exclude_modules": ""}
+    return dict(given)
+
+
 def resolve_train(
     values: Mapping[str, Any],
     *,
@@ -134,6 +141,7 @@ def resolve_train(
             "tensor_model_parallel_size": min(8, gpus),
             "expert_model_parallel_size": nodes * gpus,
         }
+    values = {**values, "selection": selection_values(values.get("selection", {}))}
     config = build(TrainConfig, merge(defaults, _tiny(tiny), values))
     _check_shape(config)
     return config

@@ -52,6 +52,7 @@ def call(tiny_root, tmp_path, capsys, monkeypatch):
         (["--model-name", "tinny"], "'tiny'"),
         (["--target-modules", "q_prj"], "q_proj"),
         (["--target-modules", "attn", "--exclude-modules", "*.mlp.experts.*"], "kv_b_proj"),
+        (["--target-modules", "attn,mlp"], "kv_b_proj"),
         (["--target-modules", "mlp", "--exclude-modules", "*.kv_b_proj"], "experts"),
         (["--target-modules", "*.self_attn.kv_b_proj"], "never called"),
         (["--tensor-model-parallel-size", "2"], "do not divide"),
