@@ -91,6 +91,18 @@ def chunk_length(length: int, lower_bound: float) -> int:
     return max(1, min(length, 2 * int(_LARGEST_EXPONENT / max(-lower_bound, 1e-3))))
 
 
+def _solve(lower: Tensor, right: Tensor, transposed: bool = False) -> Tensor:
+    """``(I + tril(lower, -1))^-1 right``, or with the transposed matrix; ``[..., C, d]``.
+
+    Written as ``x A = b`` on transposed operands: LAPACK's column order is then torch's row order,
+    and neither input nor result is copied or left with swapped strides.
+    """
+    matrix = lower if transposed else lower.transpose(-1, -2)
+    return torch.linalg.solve_triangular(
+        matrix, right.transpose(-1, -2), upper=not transposed, left=False, unitriangular=True
+    ).transpose(-1, -2)
+
+
 class _Chunk(torch.autograd.Function):
     """One chunk, ``[B, h, C, d]``: its outputs and the state ``[B, h, d, d]`` after it.
 
@@ -126,8 +138,7 @@ class _Chunk(torch.autograd.Function):
         if state is not None:
             moved = state * middle.exp().transpose(-1, -2)
             right = right - rising[:, :, :length] @ moved
-        # unitriangular reads only what lies strictly below the diagonal.
-        update = torch.linalg.solve_triangular(solve, right, upper=False, unitriangular=True)
+        update = _solve(solve, right)
         out = attend @ update
         if moved is not None:
             out += rising[:, :, length:] @ moved
@@ -154,9 +165,7 @@ class _Chunk(torch.autograd.Function):
         d_update = attend.transpose(-1, -2) @ d_out
         if d_new is not None and leave is not None:
             d_update += (k * leave) @ d_new
-        d_right = torch.linalg.solve_triangular(
-            solve.transpose(-1, -2), d_update, upper=True, unitriangular=True
-        )
+        d_right = _solve(solve, d_update, transposed=True)
         d_pairs = torch.cat([d_right.neg(), d_out], dim=2) @ update.transpose(-1, -2)
         d_pairs[:, :, :length].tril_(-1)
         d_pairs[:, :, length:].tril_()
