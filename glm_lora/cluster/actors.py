@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from glm_lora.config import TrainConfig
@@ -69,7 +68,7 @@ class EngineActor:
         return getattr(self._engine, name)(*args, **kwargs)
 
 
-def _get(refs: list[ray.ObjectRef], what: str, failure: type[GlmLoraError]) -> list[Any]:
+def _get(refs: list[Any], what: str, failure: type[GlmLoraError]) -> list[Any]:
     """Results in order; the first error of any process is raised without waiting for the others."""
     waiting = list(refs)
     while waiting:
@@ -90,7 +89,7 @@ class RayTrainer:
     """The ``Trainer`` whose ranks are Ray actors; every call is made on all of them."""
 
     def __init__(
-        self, config: TrainConfig, selection: Selection, actors: Sequence[ActorHandle]
+        self, config: TrainConfig, selection: Selection, actors: Sequence[Any]
     ) -> None:
         self._actors = list(actors)
         address = ray.get(self._actors[0].address.remote())
@@ -98,7 +97,7 @@ class RayTrainer:
             actor.start.remote(config, selection, rank, address)
             for rank, actor in enumerate(self._actors)
         ]
-        self._starting: list[ray.ObjectRef] | None = starts
+        self._starting: list[Any] | None = starts
 
     def wait_ready(self) -> None:
         """Block until every rank has loaded its part of the base."""
@@ -154,7 +153,7 @@ class RayTrainer:
 class RayEngine:
     """The ``RolloutEngine`` that lives in a Ray actor."""
 
-    def __init__(self, actor: ActorHandle) -> None:
+    def __init__(self, actor: Any) -> None:
         self._actor = actor
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +191,7 @@ class RayEngine:
         _kill([self._actor])
 
 
-def _kill(actors: Sequence[ActorHandle]) -> None:
+def _kill(actors: Sequence[Any]) -> None:
     for actor in actors:
         with contextlib.suppress(ValueError, RayActorError):
             ray.kill(actor)

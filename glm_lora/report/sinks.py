@@ -61,8 +61,8 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path) -> None:
         # tensorboard itself, without torch.utils: its writer is enough for scalars.
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
@@ -87,7 +87,7 @@ class WandbSink:
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ConfigError(
                 "--wandb: the package wandb is not installed",
