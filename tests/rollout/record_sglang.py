@@ -63,7 +63,7 @@ def main(url: str) -> dict:
     config = serving_config(state.selection, "llama")
     good = request_with_bytes("recorded", state.tensors, config, checksums=True)
     wide = request_with_bytes("wide", state.tensors, {**config, "r": 64})
-    params = {"temperature": 1.0, "max_new_tokens": 3, "stop_token_ids": [7]}
+    params = {"temperature": 1.0, "max_new_tokens": 3, "ignore_eos": True}
     one = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": params}
     one["input_ids"] = [5, 6, 7, 8]
     two = {**one, "input_ids": [[5, 6, 7], [5, 6, 7]], "sampling_params": [params, params]}
