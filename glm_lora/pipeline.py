@@ -58,7 +58,9 @@ def run(job: Job) -> AdapterState:
 def sample(job: Job, step: int, adapter: AdapterState) -> Experience:
     """Sample the next prompts with ``adapter`` and score them."""
     job.listener.phase("sample")
-    return job.explorer.collect(step, adapter.ref())
+    experience = job.explorer.collect(step, adapter.ref())
+    job.history.samples(step, experience.groups)
+    return experience
 
 
 def train(job: Job, experience: Experience) -> None:

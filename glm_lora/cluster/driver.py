@@ -115,6 +115,7 @@ def train(
             stack.callback(lambda: [sink.close() for sink in sinks])
             job = _job(plan, text, trainer, engine, folder, sinks, listener)
             job.resume, job.stop = resume, stop
+            stack.push(job.ended)
             first = text.data.files[0].prompts[0]
             listener.note(f"first {text.chat.describe(first.ids)}")
             for row in text.data.bad_rows:

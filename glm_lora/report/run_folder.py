@@ -179,7 +179,7 @@ def _lock(path: Path) -> int:
 
 def _remove_run(path: Path) -> None:
     (path / CONFIG).unlink()
-    for name in (SELECTION, BASE_FILE, METRICS, "report.html"):
+    for name in (SELECTION, BASE_FILE, METRICS, "events.jsonl", "samples.jsonl", "report.html"):
         (path / name).unlink(missing_ok=True)
     for name in ("checkpoints", "adapter", "logs", "report"):
         if (path / name).exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from glm_lora.config import TrainConfig
@@ -17,12 +17,13 @@ from glm_lora.protocols import (
     SamplingParams,
     TrainBatch,
 )
+from glm_lora.report.history import Scored
 from glm_lora.rl.batch import BatchReport, make_batch
 from glm_lora.rl.chat import ChatFormat
 from glm_lora.rl.data import Prompt
 from glm_lora.rl.dynamic import gather
 from glm_lora.rl.metrics import rollout_metrics
-from glm_lora.rl.rewards import Reward, Score, make_answers
+from glm_lora.rl.rewards import Answer, Reward, Score, make_answers
 from glm_lora.rl.stream import PromptStream, request_seed
 
 
@@ -32,6 +33,8 @@ class Experience:
 
     batch: TrainBatch
     metrics: dict[str, float]
+    groups: list[list[Scored]]
+    """The scored responses of each prompt as text, for the report."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Explorer:
         """
         rollout = self.config.rollout
         seconds = {"time/rollout": 0.0, "time/reward": 0.0}
+        groups: list[list[Scored]] = []
 
         def draw(count: int, first: int) -> tuple[list[Sample], list[Score]]:
             start = time.perf_counter()
@@ -70,6 +74,7 @@ class Explorer:
             scores = self.reward.score(answers)
             seconds["time/rollout"] += sampled - start
             seconds["time/reward"] += time.perf_counter() - sampled
+            groups.extend(_texts(answers, scores, rollout.n_samples_per_prompt))
             return samples, scores
 
         group = rollout.n_samples_per_prompt
@@ -82,7 +87,7 @@ class Explorer:
         metrics = rollout_metrics(gathered.all_samples, gathered.all_scores, report, step)
         tokens = metrics["rollout/response_tokens"]
         rate = {"rollout/tokens_per_second": tokens / max(seconds["time/rollout"], 1e-9)}
-        return Experience(batch, metrics | gathered.metrics() | seconds | rate)
+        return Experience(batch, metrics | gathered.metrics() | seconds | rate, groups)
 
     def _batch(
         self, samples: Sequence[Sample], scores: Sequence[Score], step: int
@@ -116,6 +121,20 @@ class Explorer:
         samples = self.engine.generate(requests, adapter)
         check_samples(samples, requests, adapter)
         return samples
+
+
+def _texts(
+    answers: Sequence[Answer], scores: Sequence[Score], group: int
+) -> Iterator[list[Scored]]:
+    """What was scored, prompt by prompt."""
+    for first in range(0, len(answers), group):
+        yield [
+            Scored(a.prompt, a.label, a.response, s.value, a.response_tokens, a.finish.value)
+            for a, s in zip(
+                answers[first : first + group], scores[first : first + group], strict=True
+            )
+            if s.value is not None
+        ]
 
 
 def check_samples(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -28,11 +30,13 @@ from glm_lora.protocols import (
     Trainer,
 )
 from glm_lora.report.console import Listener
+from glm_lora.report.history import RunHistory
+from glm_lora.report.html import write_report
 from glm_lora.report.run_folder import RunFolder, truncate_metrics
 from glm_lora.report.sinks import MetricSink
 from glm_lora.rl.data import Prompt
 from glm_lora.rl.evaluate import evaluate
-from glm_lora.rl.metrics import health_lines
+from glm_lora.rl.metrics import HEALTH_BANDS, health_lines
 from glm_lora.sync.push import Probe, check_base
 from glm_lora.targets.selection import Selection
 from glm_lora.train.experience import Explorer
@@ -102,6 +106,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.sinks)
+        self.history = RunHistory(self.folder.path)
         self.cursor = self.explorer.prompts.state_dict()
         self.capabilities: Capabilities = self.engine.capabilities()
 
@@ -152,8 +157,28 @@ class Job:
 
     def restore(self) -> int:
         """Load the last checkpoint when resuming; returns the next rollout's number."""
-        if not self.resume:
-            return 0
+        first = self._load_checkpoint() if self.resume else 0
+        self.history.started(
+            first,
+            bands=[asdict(band) for band in HEALTH_BANDS],
+            engine=f"{self.capabilities.engine} {self.capabilities.version}",
+            device=self.config.device,
+        )
+        return first
+
+    def ended(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Record how the run ended and write its report, whatever happened (an exit callback)."""
+        # The error that ended the run is not hidden by a disk that is full by now.
+        with contextlib.suppress(OSError) if error else contextlib.nullcontext():
+            self.history.ended(error)
+            write_report(self.folder.path)
+
+    def _load_checkpoint(self) -> int:
         folder = latest_checkpoint(self.folder.path)
         if folder is None:
             raise CheckpointError(
@@ -185,6 +210,8 @@ class Job:
         if interval and (step + 1) % interval == 0:
             with self.phase("eval"):
                 self.recorder.add(self.evaluate(adapter.ref()))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.recorder.add({"memory/driver_peak_bytes": float(peak)})
         metrics = self.recorder.flush(step)
         self.listener.rollout(step, metrics)
         for line in health_lines(metrics):

@@ -6,6 +6,7 @@ device storage is dropped. Only adapters and Adam moments, which change, are cop
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Mapping
 
@@ -14,6 +15,13 @@ import torch
 from glm_lora.lora.state import AdapterSet
 from glm_lora.model.stage import Stage
 from glm_lora.train.optimizer import AdapterOptimizer
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest memory so far, in bytes: allocated on a GPU, or of this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 class DeviceMemory:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from glm_lora.model.stage import Stage, build_stage
 from glm_lora.protocols import AdapterState, StepStats, TrainBatch
 from glm_lora.settings import spec_of
 from glm_lora.targets.selection import Selection
-from glm_lora.train.offload import DeviceMemory
+from glm_lora.train.offload import DeviceMemory, peak_memory
 from glm_lora.train.optimizer import AdapterOptimizer
 from glm_lora.train.step import Updater, sequence_logprobs
 
@@ -133,7 +134,8 @@ class TrainWorker:
         """One update (or ``updates_per_rollout``) from a scored batch."""
         stats = self._updater.step(batch)
         self.version = batch.step + 1
-        return stats
+        peak = {"memory/trainer_peak_bytes": float(peak_memory(self.context.device))}
+        return replace(stats, metrics={**stats.metrics, **peak})
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, adapter: bool = True

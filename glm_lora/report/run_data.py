@@ -1,0 +1,192 @@
+"""A run folder read for a report, while the run goes on too. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glm_lora.config import TrainConfig, from_toml
+from glm_lora.errors import ConfigError, RunError, UserError
+from glm_lora.report.history import ENDS, EVENTS, SAMPLES, STARTED
+from glm_lora.report.run_folder import BASE_FILE, CONFIG, METRICS, SELECTION
+from glm_lora.settings import spec_of
+from glm_lora.targets.selection import Selection
+from glm_lora.targets.summary import layer_ranges, projections
+
+
+@dataclass(frozen=True)
+class SelectionRow:
+    """Selected projections of one kind."""
+
+    projection: str
+    group: str
+    layers: str
+    count: int
+    rank: int
+    shape: str
+    parameters: int | None
+    """None where the model's description is gone."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Everything a report shows of one run."""
+
+    path: Path
+    name: str
+    config: dict[str, Any]
+    """``config.toml``."""
+    base: dict[str, Any]
+    selection: list[SelectionRow]
+    records: list[dict[str, Any]]
+    """``metrics.jsonl`` as it is: one object per rollout."""
+    events: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+
+    @property
+    def steps(self) -> list[int]:
+        """Rollout number of each record."""
+        return [int(record["rollout/step"]) for record in self.records]
+
+    def series(self, key: str) -> list[float]:
+        """One value per record; NaN where it is missing or not a number."""
+        return [number(record.get(key)) for record in self.records]
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """The newest start, or an empty object."""
+        return next((e for e in reversed(self.events) if e["event"] == STARTED), {})
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        """How the run ended; None while it goes on or when it died without a word."""
+        last = self.events[-1] if self.events else None
+        return last if last is not None and last["event"] in ENDS else None
+
+    @property
+    def running(self) -> bool:
+        """Whether the run goes on: no end is recorded and its process is alive (or elsewhere)."""
+        if not self.events or self.end is not None:
+            return False
+        return self.started.get("host") != socket.gethostname() or _alive(self.started["pid"])
+
+
+def load_run(path: Path, name: str = "") -> RunData:
+    """Read a run folder.
+
+    Args:
+        path: The run folder.
+        name: How a comparison calls it; default is the folder's name.
+
+    Raises:
+        ConfigError: ``path`` is no run folder.
+        RunError: A file of it is not what a run writes.
+    """
+    try:
+        config = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is not a run folder", f"a folder with {CONFIG}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RunError(f"{path / CONFIG} cannot be read: {error}") from error
+    return RunData(
+        path=path,
+        name=name or path.resolve().name,
+        config=config,
+        base=_read_json(path / BASE_FILE),
+        selection=_selection_rows(path),
+        records=read_lines(path / METRICS),
+        events=read_lines(path / EVENTS),
+        samples=read_lines(path / SAMPLES),
+    )
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The finished lines of a JSONL file; one that is being written at the end is left out.
+
+    Raises:
+        RunError: A line is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    *finished, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for line_number, line in enumerate(finished, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RunError(f"{path} line {line_number} is not valid JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise RunError(f"{path} line {line_number} is {line[:40]}", "a JSON object")
+        rows.append(row)
+    return rows
+
+
+def number(value: Any) -> float:
+    """A metric as a float; the sinks write NaN and infinity as strings."""
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return math.nan
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+
+
+def _selection_rows(path: Path) -> list[SelectionRow]:
+    text = (path / SELECTION).read_text(encoding="utf-8") if (path / SELECTION).exists() else ""
+    if not text:
+        return []
+    try:
+        config = from_toml(TrainConfig, path / CONFIG)
+        spec = spec_of(config.model_name, config.hf_checkpoint)
+        selection = Selection.from_json(text, spec)
+    except UserError:
+        return _rows_by_name(json.loads(text).get("sites", []))
+    return [
+        SelectionRow(
+            p.leaf,
+            p.group,
+            layer_ranges(p.layers),
+            len(p.layers),
+            p.rank,
+            f"{p.shape[0]} x {p.shape[1]}",
+            p.parameters,
+        )
+        for p in projections(selection)
+    ]
+
+
+def _rows_by_name(sites: list[list[Any]]) -> list[SelectionRow]:
+    """From names alone: the model's folder was moved since."""
+    kinds: dict[tuple[str, str, int], list[int]] = {}
+    for name, rank, _ in sites:
+        parts = name.split(".")
+        layer = int(parts[parts.index("layers") + 1])
+        kinds.setdefault((parts[-1], parts[-2], rank), []).append(layer)
+    return [
+        SelectionRow(leaf, group, layer_ranges(layers), len(layers), rank, "-", None)
+        for (leaf, group, rank), layers in kinds.items()
+    ]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
