@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from glm_lora import __version__, settings
+from glm_lora import __version__, commands_report, settings
 from glm_lora.arch.spec import builtin
 from glm_lora.config import (
     TINY_DEFAULTS,
@@ -394,6 +394,10 @@ def evaluate(
     for name in next(iter(result.values())):
         table.add_row(name, *(f"{values[name]:.4f}" for values in result.values()))
     out.print(table)
+
+
+app.command()(commands_report.report)
+app.command()(commands_report.doctor)
 
 
 def _announce(checked: Any) -> None:
