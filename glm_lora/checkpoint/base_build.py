@@ -15,6 +15,7 @@ import shutil
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +29,7 @@ from glm_lora.arch.spec import ModelSpec
 from glm_lora.checkpoint import base_writer, ranks
 from glm_lora.checkpoint.base_writer import BaseSource, Part
 from glm_lora.checkpoint.files import (
+    exclusive,
     free_bytes,
     make_folder,
     replace_folder,
@@ -125,10 +127,11 @@ def build_base(plan: BasePlan, workers: int = 0, report: Report = silent) -> Bas
             the source turns out to be damaged. What was finished is kept.
     """
     with ranks.joined() as (rank, world):
-        with write_errors(plan.ref_load):
+        with write_errors(plan.ref_load), ExitStack() as held:
             if rank == 0:
                 check_target(plan.ref_load)
                 make_folder(plan.ref_load)
+                held.enter_context(exclusive(plan.ref_load))
                 _start(plan)
             ranks.wait()
             _write_parts(plan, plan.parts[rank::world], workers, report)
@@ -234,8 +237,8 @@ def _finish(plan: BasePlan) -> None:
     write_atomic(plan.partial / MANIFEST, manifest.to_json())
     tracker = plan.ref_load / TRACKER
     tracker.unlink(missing_ok=True)
-    (plan.partial / PLAN_FILE).unlink()
     replace_folder(plan.partial, plan.ref_load / RELEASE)
+    (plan.ref_load / RELEASE / PLAN_FILE).unlink()
     write_atomic(tracker, RELEASE)
     sync_folder(plan.ref_load)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from glm_lora.errors import CheckpointError
+
+PARTIAL = ".partial"
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -42,6 +45,41 @@ def replace_folder(finished: Path, target: Path) -> None:
     finished.rename(target)
     sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def new_partial(target: Path) -> Path:
+    """An empty folder beside ``target`` to build it in; those of dead processes are removed."""
+    for old in target.parent.glob(f"{target.name}{PARTIAL}*"):
+        owner = old.name.removeprefix(f"{target.name}{PARTIAL}")
+        if owner.isdigit() and (int(owner) == os.getpid() or not Path(f"/proc/{owner}").exists()):
+            shutil.rmtree(old, ignore_errors=True)
+    partial = target.with_name(f"{target.name}{PARTIAL}{os.getpid()}")
+    partial.mkdir()
+    return partial
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold a folder so that no other process prepares into it at the same time.
+
+    Raises:
+        CheckpointError: Another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(
+            f"another process is writing {folder}", "one prepare at a time", "Wait for it to end"
+        ) from None
+    except OSError:
+        # The file system has no locks; the check is then left out.
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:

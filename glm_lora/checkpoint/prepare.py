@@ -35,7 +35,7 @@ from glm_lora.checkpoint.released import (
     has_dataset,
     open_origin,
 )
-from glm_lora.checkpoint.tiny import write_prompts
+from glm_lora.checkpoint.tiny import prompt_files, write_prompts
 from glm_lora.checkpoint.tiny_folder import is_made, make_tiny, read_marker
 from glm_lora.checkpoint.to_hf import write_hf
 from glm_lora.checkpoint.torch_dist import TRACKER
@@ -97,14 +97,13 @@ def _prepare_tiny(config: PrepareConfig, report: Report) -> PrepareResult:
         return PrepareResult(folder, config.ref_load, plan=tuple(plan))
     make_folder(config.ref_load.parent)
     make_folder(prompts)
-    if not there:
-        ranks.first_then_all(lambda: make_tiny(folder, config.seed, report))
-        made.append("checkpoint")
+    # Every rank takes part in every wait, whatever it has found itself.
+    ranks.first_then_all(None if there else lambda: make_tiny(folder, config.seed, report))
+    made += [] if there else ["checkpoint"]
     source = open_source(HfReader.open(folder, wanted_names(TINY)), TINY)
     manifest, built = _base(config, TINY, source, describe(source), report)
     made += ["base"] if built else []
-    with write_errors(prompts):
-        data = write_prompts(prompts)
+    data, _ = _prompts(config, report)
     return PrepareResult(
         folder,
         config.ref_load,
@@ -127,9 +126,8 @@ def _prepare_released(config: PrepareConfig, report: Report) -> PrepareResult:
     made: list[str] = []
     data, fetched = _prompts(config, report)
     made += ["data"] if fetched else []
-    if origin.download is not None:
-        ranks.first_then_all(lambda: fetch(origin, report))
-        made.append("checkpoint")
+    ranks.first_then_all(lambda: fetch(origin, report))
+    made += ["checkpoint"] if origin.download is not None else []
     source, description = open_origin(origin, config.seed)
     manifest, built = _base(config, origin.spec, source, description, report)
     made += ["base"] if built else []
@@ -154,12 +152,12 @@ def _prompts(config: PrepareConfig, report: Report) -> tuple[dict[str, Path], bo
     """The prompt files by name, and whether they were fetched now."""
     if config.model_name != "tiny":
         there = has_dataset(config)
-        if not there:
-            ranks.first_then_all(lambda: fetch_dataset(config, report))
+        ranks.first_then_all(None if there else lambda: fetch_dataset(config, report))
         return dataset_files(config), not there
     folder = config.data_dir / "tiny"
     with write_errors(folder):
-        return write_prompts(folder), False
+        ranks.first_then_all(lambda: write_prompts(folder))
+    return prompt_files(folder), False
 
 
 def _base_lines(config: PrepareConfig, origin: Origin) -> list[str]:
@@ -201,12 +199,15 @@ def _base(
                 "the base of this source",
                 "Use --force to build it again, or another folder with --ref-load",
             )
-        if config.verify:
-            verify_base(config.ref_load, manifest, report)
+        _verify(config, manifest, report)
         return manifest, False
     manifest = build_base(
         plan_base(config.ref_load, spec, source, description), config.workers, report
     )
-    if config.verify:
-        verify_base(config.ref_load, manifest, report)
+    _verify(config, manifest, report)
     return manifest, True
+
+
+def _verify(config: PrepareConfig, manifest: BaseManifest, report: Report) -> None:
+    if config.verify:
+        ranks.first_then_all(lambda: verify_base(config.ref_load, manifest, report))

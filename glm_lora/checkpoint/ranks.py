@@ -38,8 +38,12 @@ def wait() -> None:
         dist.barrier()
 
 
-def first_then_all(work: Callable[[], None]) -> None:
-    """Run ``work`` on the first rank while the others wait for it."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def first_then_all(work: Callable[[], object] | None) -> None:
+    """Run ``work`` (if there is any) on the first rank while the others wait for it.
+
+    Every rank must call this the same number of times: what is to be done is decided by the first.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first and work is not None:
         work()
     wait()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm_lora.arch.spec import TINY, ModelSpec
+from glm_lora.checkpoint.files import write_atomic
 from glm_lora.model.hf_hooks import fit_kda_chunks
 
 if TYPE_CHECKING:
@@ -162,6 +163,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def prompt_files(folder: Path) -> dict[str, Path]:
+    """The task's files by name."""
+    return {"prompts": folder / "prompts.jsonl", "eval": folder / "eval.jsonl"}
+
+
 def write_prompts(folder: Path) -> dict[str, Path]:
     """Write the task's JSONL files; returns them by name.
 
@@ -175,10 +181,11 @@ def write_prompts(folder: Path) -> dict[str, Path]:
         for mark in CLEAR_MARKS
         for d in range(10)
     ]
-    files = {"prompts": folder / "prompts.jsonl", "eval": folder / "eval.jsonl"}
+    files = prompt_files(folder)
     for name, rows in (("prompts", prompts), ("eval", clear)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        files[name].write_text(text, encoding="ascii")
+        if not files[name].exists() or files[name].read_text(encoding="utf-8") != text:
+            write_atomic(files[name], text)
     return files
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,13 @@ from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import TINY
 from glm_lora.checkpoint import tiny
 from glm_lora.checkpoint.convert import VISION_PREFIX, disk_names, from_memory
-from glm_lora.checkpoint.files import make_folder, replace_folder, write_atomic, write_errors
+from glm_lora.checkpoint.files import (
+    make_folder,
+    new_partial,
+    replace_folder,
+    write_atomic,
+    write_errors,
+)
 from glm_lora.checkpoint.hf_writer import planned, write_tensors
 from glm_lora.checkpoint.progress import Progress, Report, silent
 from glm_lora.errors import CheckpointError
@@ -66,12 +71,9 @@ def make_tiny(folder: Path, seed: int, report: Report = silent) -> None:
     Raises:
         CheckpointError: The folder cannot be written.
     """
-    partial = folder.with_name(f"{folder.name}.partial{os.getpid()}")
     with write_errors(folder.parent):
         make_folder(folder.parent)
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir()
+        partial = new_partial(folder)
         try:
             model = tiny.build_model(seed=seed)
             tiny.pretrain(

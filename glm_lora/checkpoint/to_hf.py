@@ -8,7 +8,6 @@ multi-token-prediction layer is not.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from glm_lora.checkpoint.files import (
     check_empty,
     free_bytes,
     make_folder,
+    new_partial,
     replace_folder,
     write_atomic,
 )
@@ -84,8 +84,7 @@ def write_hf(
             "enough free space",
         )
     make_folder(target.parent)
-    partial = target.with_name(f"{target.name}.partial{os.getpid()}")
-    partial.mkdir()
+    partial = new_partial(target)
     done = 0
 
     def wrote(nbytes: int) -> None:

@@ -8,17 +8,25 @@ crash leaves the checkpoint before it valid and the newest finished one easy to 
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from glm_lora.checkpoint.files import make_folder, replace_folder, write_atomic, write_errors
-from glm_lora.checkpoint.ranks import wait
+from glm_lora.checkpoint.files import (
+    free_bytes,
+    make_folder,
+    replace_folder,
+    write_atomic,
+    write_errors,
+)
 from glm_lora.checkpoint.torch_dist import load_tensors, save_tensors, sharded_tensor
 from glm_lora.errors import CheckpointError
 from glm_lora.model.parallel import ParallelContext
@@ -26,6 +34,8 @@ from glm_lora.model.parallel import ParallelContext
 STATE_FILE = "state.json"
 PARTIAL = ".partial"
 SCHEMA = 1
+_FULL = 2**20
+"""A disk with fewer free bytes counts as full."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +67,63 @@ def save_train_state(
         ctx: This rank's place; None for a single process.
 
     Raises:
-        CheckpointError: The folder cannot be written or the disk is full.
+        CheckpointError: The folder cannot be written or the disk is full. Every rank raises, so
+            that a run may go on; what was written is removed.
     """
     ctx = ctx or ParallelContext()
     partial = folder.with_name(folder.name + PARTIAL)
-    with write_errors(folder.parent):
+
+    def begin() -> None:
+        make_folder(folder.parent)
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
+
+    def finish() -> None:
+        state = {"schema": SCHEMA, "extra": dict(extra)}
+        write_atomic(partial / STATE_FILE, json.dumps(state))
+        replace_folder(partial, folder)
+
+    try:
+        _together(folder.parent, begin if ctx.rank == 0 else None, ctx)
+        _together(folder.parent, lambda: save_tensors(partial, _sharded(tensors, ctx), {}), ctx)
+        _together(folder.parent, finish if ctx.rank == 0 else None, ctx)
+    except CheckpointError:
         if ctx.rank == 0:
-            make_folder(folder.parent)
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir()
-        wait()
-        save_tensors(partial, _sharded(tensors, ctx), {})
-        wait()
-        if ctx.rank == 0:
-            state = {"schema": SCHEMA, "extra": dict(extra)}
-            write_atomic(partial / STATE_FILE, json.dumps(state))
-            replace_folder(partial, folder)
-        wait()
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _together(folder: Path, work: Callable[[], None] | None, ctx: ParallelContext) -> None:
+    """Do this rank's work and wait for the others; an error of any rank is raised on all."""
+    error: CheckpointError | None = None
+    try:
+        with write_errors(folder):
+            if work is not None:
+                try:
+                    work()
+                except CheckpointException as failures:  # torch's own, from every rank that failed
+                    raise _cause(folder, failures) from None
+    except CheckpointError as own:
+        error = own
+    errors = [error]
+    if ctx.world_size > 1:
+        errors = [None] * ctx.world_size
+        dist.all_gather_object(errors, error)
+    for each in errors:
+        if each is not None:
+            raise each
+
+
+def _cause(folder: Path, failures: CheckpointException) -> OSError:
+    causes = [failure[0] for failure in failures.failures.values()]
+    for cause in causes:
+        if isinstance(cause, OSError):
+            return cause
+    if free_bytes(folder) < _FULL:
+        # torch's writer says only that a file is not as long as it should be.
+        return OSError(errno.ENOSPC, "No space left on device")
+    return OSError(f"{causes[0]!r}")
 
 
 def load_train_state(
@@ -135,15 +184,26 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return max(folders, key=lambda f: int(f.name.removeprefix("iter_")), default=None)
 
 
-def prune_checkpoints(run_dir: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` finished checkpoints, and what crashes left behind."""
+def prune_checkpoints(run_dir: Path, keep: int, every: int = 0) -> None:
+    """Remove all but the newest ``keep`` finished checkpoints, and what crashes left behind.
+
+    Args:
+        run_dir: Run folder.
+        keep: Newest checkpoints to keep.
+        every: Keep those whose iteration is a multiple of this, too; 0 keeps none.
+    """
     folder = run_dir / "checkpoints"
     finished = sorted(
         (p for p in folder.glob("iter_*") if p.name.removeprefix("iter_").isdigit()),
         key=lambda p: int(p.name.removeprefix("iter_")),
     )
     leftovers = [p for p in folder.glob("iter_*") if p not in finished]
-    for path in [*finished[:-keep], *leftovers]:
+    older = [
+        path
+        for path in finished[:-keep]
+        if not every or int(path.name.removeprefix("iter_")) % every
+    ]
+    for path in [*older, *leftovers]:
         shutil.rmtree(path, ignore_errors=True)
 
 

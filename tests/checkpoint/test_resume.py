@@ -13,6 +13,7 @@ import pytest
 from benchmarks.synthetic_checkpoint import write_checkpoint
 from glm_lora.checkpoint import base_writer
 from glm_lora.checkpoint.base_build import PARTIAL, PLAN_FILE
+from glm_lora.checkpoint.files import exclusive, new_partial
 from glm_lora.checkpoint.manifest import check_base
 from glm_lora.checkpoint.prepare import prepare
 from glm_lora.checkpoint.progress import Progress
@@ -124,6 +125,24 @@ def test_a_crash_before_the_tracker_is_no_base(root: Path, monkeypatch: pytest.M
         check_base(root / "base", SMALL)
     monkeypatch.undo()
     assert prepare(case(root, root / "hf", verify=True)).made == ("base",)
+
+
+def test_two_at_once(root: Path) -> None:
+    (root / "base").mkdir()
+    with exclusive(root / "base"), pytest.raises(CheckpointError, match="another process"):
+        prepare(case(root, root / "hf"))
+    assert prepare(case(root, root / "hf")).made == ("base",)
+
+
+def test_leftovers_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    dead, alive = tmp_path / f"x.partial{child.pid}", tmp_path / f"x.partial{os.getppid()}"
+    other = tmp_path / "x.partial-mine"
+    for folder in (dead, alive, other):
+        folder.mkdir()
+    made = new_partial(tmp_path / "x")
+    assert made.is_dir() and alive.exists() and other.exists() and not dead.exists()
 
 
 def run_child(root: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
