@@ -83,8 +83,7 @@ class Design:
 
 DESIGNS = (
     Design(
-        "reward", "Reward", "",
-        "Mean over the scored samples; the shade is one standard deviation.",
+        "reward", "Reward", "", "Mean over the scored samples; a shade is one standard deviation.",
         (
             Curve("rollout/raw_reward", "samples", spread="rollout/reward_std"),
             Curve("eval/raw_reward", "evaluation", points=True),
