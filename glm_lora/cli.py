@@ -258,6 +258,10 @@ def train(
     if leading:
         _announce(checked)
     if dry_run:
+        from glm_lora.cluster.dry_run import describe
+
+        for line in describe(checked):
+            out.print(line, soft_wrap=True, markup=False)
         return
     from glm_lora.cluster.driver import train as run_training
 

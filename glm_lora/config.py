@@ -159,6 +159,8 @@ class RolloutConfig(_Strict):
     """Tokens before the response limit over which a penalty on length grows; 0 turns it off."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Size of the full penalty on length."""
+    rollout_timeout: float = Field(default=3600.0, gt=0)
+    """Seconds an engine may take for its samples; then it is restarted and they are redone."""
     enable_r3: bool = False
     """Replay the engine's expert choices in the trainer."""
     async_level: int = Field(default=0, ge=0, le=1)
@@ -178,16 +180,20 @@ class SglangConfig(_Strict):
     """Interpreter of the environment SGLang is installed in; needed to start servers."""
     rollout_engine_urls: tuple[str, ...] = ()
     """Running servers to use instead of starting some."""
-    rollout_num_engines: int = Field(default=1, ge=1)
-    """Servers to start."""
+    rollout_engine_key_file: Path | None = None
+    """File that holds the API key of those servers; needed when they ask for one."""
+    rollout_num_engines: int = Field(default=0, ge=0)
+    """Engines to start; 0 starts as many as the GPUs allow (one without GPUs)."""
     rollout_num_gpus_per_engine: int = Field(default=1, ge=1)
-    """Tensor-parallel GPUs of each server."""
+    """Tensor-parallel GPUs of each server; the recipes take 4 for the slice, 8 for the model."""
+    rollout_num_gpus: int = Field(default=0, ge=0)
+    """GPUs of the servers' own; 0 lets them share the trainer's."""
     sglang_mem_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the GPU memory for weights and cache; 0 leaves it to SGLang."""
     sglang_lora_backend: Literal["triton", "csgmv"] = "triton"
     """SGLang's LoRA kernels."""
     sglang_colocated: bool = False
-    """The servers give their memory back while the trainer works."""
+    """The servers give their memory back while the trainer works (the recipes' default)."""
     sglang_flags: tuple[str, ...] = ()
     """SGLang's own flags: --sglang-NAME VALUE on the command line passes --NAME VALUE."""
 
@@ -220,7 +226,15 @@ class TrainConfig(_Strict):
     save_interval: int = Field(default=10, ge=0)
     """Checkpoint every N rollouts; 0 only at the end."""
     keep_last: int = Field(default=2, ge=1)
-    """Checkpoints kept."""
+    """Newest checkpoints kept."""
+    keep_every: int = Field(default=0, ge=0)
+    """Keep the checkpoint of every N-th rollout for good, too; 0 keeps none."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts after lost processes (ray): engines in place, the trainer from its checkpoint."""
+    step_timeout: float = Field(default=3600.0, gt=0)
+    """Seconds one call to the trainer may take (ray); then its processes count as lost."""
+    lora_adapter_path: Path | None = None
+    """Folder of an adapter (PEFT or SGLang names) to start from instead of zero."""
     init: Literal["base", "random"] = "base"
     """random: no base on disk, weights from the seed."""
     tensorboard: bool = True
@@ -231,6 +245,8 @@ class TrainConfig(_Strict):
     """What is adapted."""
     parallel: ParallelConfig = ParallelConfig()
     """How ranks share the work."""
+    offload_train_target: Literal["cpu", "disk"] = "cpu"
+    """Where a colocated trainer keeps its base while the engine works; disk is a mapped file."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -83,6 +83,10 @@ class Interrupted(RunError):
     exit_code = 130
 
 
+class ProcessLost(RunError):
+    """A trainer rank or an engine is gone or silent; what it held can be built again."""
+
+
 class TrainingError(RunError):
     """The training step found something that must not happen (dead adapter, NaN, drift)."""
 
@@ -97,6 +101,11 @@ class SyncError(RunError):
 
 class ExportError(GlmLoraError, RuntimeError):
     """An adapter cannot be written, or does not load back as it was written."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def nearest(value: str, allowed: Iterable[str], count: int = 3) -> list[str]:

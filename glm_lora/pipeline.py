@@ -6,9 +6,8 @@ together. The loop knows neither Ray nor SGLang: only the protocols of ``protoco
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
-from glm_lora.errors import Interrupted
 from glm_lora.protocols import AdapterState
 from glm_lora.rl.metrics import check_logprob_difference, logprob_difference
 from glm_lora.sync.push import Probe, check_base, push_and_verify, record_probe
@@ -24,15 +23,16 @@ def run(job: Job) -> AdapterState:
         Interrupted: The user asked to stop; everything is saved.
     """
     rollouts = job.config.rollout.num_rollout
-    first = job.restore()
     probe = record_probe(job.engine, job.probe_tokens)
     with job.trainer_on_device(probe):
+        first = job.restore()
         snapshot = job.snapshot()
     adapter = sync(job, probe, snapshot)
-    with ThreadPoolExecutor(1) as sampler:
-        ahead: Future[Experience] | None = None
+    ahead: Future[Experience] | None = None
+    with job.sampler() as sampler:
         for step in range(first, rollouts):
-            experience = ahead.result() if ahead else sample(job, step, adapter)
+            with job.stoppable(step):
+                experience = ahead.result() if ahead else sample(job, step, adapter)
             job.mark_cursor()
             if job.config.rollout.async_level and step + 1 < rollouts:
                 ahead = sampler.submit(sample, job, step + 1, adapter)
@@ -43,13 +43,10 @@ def run(job: Job) -> AdapterState:
                 wait([ahead])  # the engine finishes with this adapter before it gets the next
             adapter = sync(job, probe, snapshot)
             job.finish_rollout(step, adapter)
-            if job.stop.requested:
-                job.save(step + 1)
-                raise Interrupted(f"stopped after rollout {step}; saved in {job.folder.path}")
     job.listener.phase("check")
     with job.trainer_on_device(probe):
         job.trainer.verify_base()
-        job.save(rollouts)
+        job.save(rollouts, needed=True)
     check_base(job.engine, probe)
     job.export(adapter)
     return adapter

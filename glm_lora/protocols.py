@@ -191,6 +191,10 @@ class Trainer(Protocol):
         """The adapter as it is now, gathered from all ranks, in serving names."""
         ...
 
+    def set_adapter(self, state: AdapterState) -> None:
+        """Start from this adapter (every tensor, nothing else); moments and counters stay."""
+        ...
+
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write adapter, optimizer and generators, and the driver's own ``extra`` (JSON values)."""
         ...

@@ -141,10 +141,26 @@ def resolve_train(
             "tensor_model_parallel_size": min(8, gpus),
             "expert_model_parallel_size": nodes * gpus,
         }
+        defaults["sglang"] = _recipe_engines(name, values, nodes * gpus)
     values = {**values, "selection": selection_values(values.get("selection", {}))}
     config = build(TrainConfig, merge(defaults, _tiny(tiny), values))
     _check_shape(config)
     return config
+
+
+def _recipe_engines(name: str, values: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """Engines of 4 GPUs for the slice, of 8 for the model; on the trainer's GPUs unless told."""
+    rollout, sglang = values.get("rollout", {}), values.get("sglang", {})
+    apart = (
+        rollout.get("rollout_engine", "sglang") != "sglang"
+        or sglang.get("rollout_engine_urls")
+        or sglang.get("rollout_num_gpus")
+        or rollout.get("async_level")
+        or values.get("device") == "cpu"
+    )
+    size = 4 if name == "GLM-5.3-Flash-4layer" else 8
+    own = int(sglang.get("rollout_num_gpus") or gpus)
+    return {"rollout_num_gpus_per_engine": min(size, own), "sglang_colocated": not apart}
 
 
 def _tiny(tiny: bool) -> dict[str, Any]:

@@ -1,44 +1,119 @@
-"""Ray shells around the trainer's ranks and the rollout engine: no logic of their own."""
+"""Ray shells around the trainer's ranks and the rollout engines: no logic of their own."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 
+from glm_lora.cluster.agreement import Software, check_same_on_all_ranks, installed
+from glm_lora.cluster.placement import EngineSeat, part_options
+from glm_lora.cluster.waiting import results
 from glm_lora.config import TrainConfig
-from glm_lora.errors import GlmLoraError, RolloutError, TrainingError
-from glm_lora.protocols import (
-    AdapterRef,
-    AdapterState,
-    Capabilities,
-    Receipt,
-    Request,
-    Sample,
-    StepStats,
-    TrainBatch,
-)
+from glm_lora.errors import ProcessLost, TrainingError
+from glm_lora.protocols import AdapterState, StepStats, TrainBatch
 from glm_lora.targets.selection import Selection
 
+START_TIMEOUT = 3600.0
+"""Seconds in which ranks and engines must have loaded the model."""
+CALL_TIMEOUT = 900.0
+"""Seconds any other call than an update or a batch of samples may take."""
+KILL_TIMEOUT = 30.0
 
-class RankActor:
+Process = tuple[int, float]
+"""Pid and start time: a number alone may belong to another process by now."""
+
+
+class MachineActor:
+    """Holds the GPUs of one machine's bundle and looks after what is left on that host."""
+
+    def facts(self) -> tuple[str, list[int], Software]:
+        """Address of the host, the numbers of the bundle's GPUs, versions of the software."""
+        gpus = [int(number) for number in ray.get_gpu_ids()]
+        return ray.util.get_node_ip_address(), gpus, installed()
+
+    def free_port(self) -> int:
+        """A port that is free on this host now."""
+        with socket.socket() as listener:
+            listener.bind((ray.util.get_node_ip_address(), 0))
+            return int(listener.getsockname()[1])
+
+    def end(self, processes: Sequence[Process]) -> int:
+        """Kill processes that a lost actor had started; returns how many were still there."""
+        ended = 0
+        for pid, started in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.create_time() == started:
+                    process.kill()
+                    ended += 1
+        return ended
+
+
+class _OnDevices:
+    """An actor that sees the given GPUs only; torch must not have been imported before."""
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        use_interface(ray.util.get_node_ip_address())
+
+    def children(self) -> list[Process]:
+        """What this process has started and is still running."""
+        found = []
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append((child.pid, child.create_time()))
+        return found
+
+
+def use_interface(address: str) -> None:
+    """Let gloo and NCCL talk over the interface of ``address`` unless the user said which."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return
+
+
+def serve_store(host: str) -> Any:
+    """A rendezvous store on a free port of ``host``'s interface only."""
+    from torch.distributed import TCPStore
+
+    listener = socket.socket()
+    listener.bind((host, 0))
+    listener.listen(1024)
+    port = int(listener.getsockname()[1])
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+class RankActor(_OnDevices):
     """One trainer rank in a process of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Sequence[int] = ()) -> None:
+        super().__init__(devices)
         self._worker: Any = None
         self._store: Any = None
 
     def address(self) -> tuple[str, int]:
         """Start the rendezvous store on a free port of this node (rank 0 only)."""
-        from torch.distributed import TCPStore
-
         host = ray.util.get_node_ip_address()
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = serve_store(host)
         return host, self._store.port
 
     def start(
@@ -48,6 +123,7 @@ class RankActor:
         from glm_lora.train.worker import build_worker, init_process_group
 
         init_process_group(config, rank, config.world_size, address, store=self._store)
+        check_same_on_all_ranks(config, selection)
         self._worker = build_worker(config, selection)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -55,61 +131,93 @@ class RankActor:
         return getattr(self._worker, name)(*args, **kwargs)
 
 
-class EngineActor:
-    """The rollout engine in a process of its own."""
+class EngineActor(_OnDevices):
+    """A rollout engine, and the server it may need, in a process of its own."""
 
-    def __init__(self, config: TrainConfig, selection: Selection) -> None:
-        from glm_lora.rollout.engine import build_engine
+    def __init__(self, devices: Sequence[int] = ()) -> None:
+        super().__init__(devices)
+        self._devices = list(devices)
+        self._engine: Any = None
 
-        self._engine = build_engine(config, selection)
+    def start(
+        self, config: TrainConfig, selection: Selection, seat: EngineSeat, address: str = ""
+    ) -> None:
+        """Load the model; ``address`` is where the parts of an engine on many machines meet."""
+        from glm_lora.rollout.engine import build_engine, server_options
+
+        servers = []
+        if config.rollout.rollout_engine == "sglang" and not config.sglang.rollout_engine_urls:
+            options = server_options(config, selection, seat.number)
+            servers = [part_options(options, seat, 0, devices=self._devices, address=address)]
+        self._engine = build_engine(config, selection, servers)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call one method of the engine."""
-        return getattr(self._engine, name)(*args, **kwargs)
-
-
-def _get(refs: list[Any], what: str, failure: type[GlmLoraError]) -> list[Any]:
-    """Results in order; the first error of any process is raised without waiting for the others."""
-    waiting = list(refs)
-    while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1)
+        """Call one method of the engine; None for one that it does not have."""
+        method = getattr(self._engine, name, None)
         try:
-            ray.get(done)
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, GlmLoraError):
-                raise cause from None
-            raise failure(f"{what} failed:\n{error}") from None
-        except RayActorError as error:
-            raise failure(f"{what}: its process is gone ({error})") from None
-    return ray.get(refs)
+            return method(*args, **kwargs) if method is not None else None
+        except Exception as error:  # whatever it is, it follows from the server's death
+            if name != "close" and not getattr(self._engine, "alive", lambda: True)():
+                raise ProcessLost(f"engine.{name}: its server is gone: {error}") from None
+            raise
+
+
+class EnginePartActor(_OnDevices):
+    """The further machines of an engine that spans several: a server without an address."""
+
+    def __init__(self, devices: Sequence[int] = ()) -> None:
+        super().__init__(devices)
+        self._devices = list(devices)
+
+    def start(
+        self,
+        config: TrainConfig,
+        selection: Selection,
+        seat: EngineSeat,
+        index: int,
+        address: str,
+    ) -> None:
+        """Start this part; it is ready when the head's server is."""
+        from glm_lora.rollout.engine import server_options
+        from glm_lora.rollout.sglang_server import SglangServer
+
+        options = server_options(config, selection, seat.number)
+        options = part_options(options, seat, index, devices=self._devices, address=address)
+        self._server = SglangServer(options)
+
+    def stop(self) -> None:
+        """End the server."""
+        self._server.stop()
 
 
 class RayTrainer:
     """The ``Trainer`` whose ranks are Ray actors; every call is made on all of them."""
 
     def __init__(
-        self, config: TrainConfig, selection: Selection, actors: Sequence[Any]
+        self, config: TrainConfig, selection: Selection, actors: Sequence[ActorHandle]
     ) -> None:
         self._actors = list(actors)
-        address = ray.get(self._actors[0].address.remote())
+        self._limit = config.step_timeout
+        (address,) = results(
+            [self._actors[0].address.remote()], "starting the trainer", TrainingError, CALL_TIMEOUT
+        )
         starts = [
             actor.start.remote(config, selection, rank, address)
             for rank, actor in enumerate(self._actors)
         ]
-        self._starting: list[Any] | None = starts
+        self._starting: Sequence[Any] | None = starts
 
     def wait_ready(self) -> None:
         """Block until every rank has loaded its part of the base."""
         if self._starting is not None:
-            _get(self._starting, "starting the trainer", TrainingError)
+            results(self._starting, "starting the trainer", TrainingError, START_TIMEOUT)
             self._starting = None
 
     def _all(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self.wait_ready()
         shared = [ray.put(arg) for arg in args]
         refs = [actor.call.remote(name, *shared, **kwargs) for actor in self._actors]
-        return _get(refs, f"trainer.{name}", TrainingError)[0]
+        return results(refs, f"trainer.{name}", TrainingError, self._limit)[0]
 
     def step(self, batch: TrainBatch) -> StepStats:
         """See ``protocols.Trainer``."""
@@ -124,6 +232,10 @@ class RayTrainer:
     def adapter(self, dtype: str = "float32") -> AdapterState:
         """See ``protocols.Trainer``."""
         return self._all("adapter", dtype)
+
+    def set_adapter(self, state: AdapterState) -> None:
+        """See ``protocols.Trainer``."""
+        self._all("set_adapter", state)
 
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """See ``protocols.Trainer``."""
@@ -147,51 +259,11 @@ class RayTrainer:
 
     def close(self) -> None:
         """End the rank processes."""
-        _kill(self._actors)
+        kill(self._actors)
 
 
-class RayEngine:
-    """The ``RolloutEngine`` that lives in a Ray actor."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        ref = self._actor.call.remote(name, *args, **kwargs)
-        return _get([ref], f"engine.{name}", RolloutError)[0]
-
-    def generate(self, requests: Sequence[Request], adapter: AdapterRef) -> list[Sample]:
-        """See ``protocols.RolloutEngine``."""
-        return self._call("generate", requests, adapter)
-
-    def score(self, sequences: Sequence[Sequence[int]], adapter: AdapterRef) -> list[np.ndarray]:
-        """See ``protocols.RolloutEngine``."""
-        return self._call("score", sequences, adapter)
-
-    def push(self, state: AdapterState, name: str = "policy") -> Receipt:
-        """See ``protocols.AdapterSink``."""
-        return self._call("push", state, name)
-
-    def capabilities(self) -> Capabilities:
-        """See ``protocols.RolloutEngine``."""
-        return self._call("capabilities")
-
-    def release(self) -> None:
-        """See ``protocols.RolloutEngine``."""
-        self._call("release")
-
-    def resume(self) -> None:
-        """See ``protocols.RolloutEngine``."""
-        self._call("resume")
-
-    def close(self) -> None:
-        """Let the engine stop what it started, then end its process."""
-        with contextlib.suppress(GlmLoraError):
-            self._call("close")
-        _kill([self._actor])
-
-
-def _kill(actors: Sequence[Any]) -> None:
+def kill(actors: Sequence[ActorHandle]) -> None:
+    """End actor processes at once."""
     for actor in actors:
         with contextlib.suppress(ValueError, RayActorError):
             ray.kill(actor)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from glm_lora.checkpoint.train_state import latest_checkpoint
+from glm_lora.cluster.placement import Placement
 from glm_lora.cluster.plan import Plan
 from glm_lora.config import RolloutConfig, TrainConfig
-from glm_lora.errors import ConfigError, DataError
-from glm_lora.protocols import RolloutEngine, Trainer
+from glm_lora.errors import ConfigError, DataError, Interrupted, ProcessLost, RunError, first_line
+from glm_lora.protocols import AdapterState, RolloutEngine, Trainer
 from glm_lora.report.console import Listener
-from glm_lora.report.run_folder import RunFolder
+from glm_lora.report.run_folder import RunFolder, truncate_metrics
 from glm_lora.report.sinks import JsonlSink, MetricSink, TensorBoardSink, WandbSink
 from glm_lora.rl.chat import ChatFormat
 from glm_lora.rl.data import Prompt, PromptData, load_prompts
@@ -31,6 +33,8 @@ from glm_lora.train.job import Job, StopRequest
 
 PROBE_TOKENS = 64
 """Longest probe prompt."""
+STOP_LIMIT = 45.0
+"""Seconds after a signal in which an update and its checkpoint must be done."""
 
 
 @dataclass(frozen=True)
@@ -100,32 +104,143 @@ def train(
     if world is not None and world[0] != 0:
         _follow_rank_zero(plan, world)
         return None
-    text = load_text(plan)
-    if resume:
-        folder = RunFolder.resume(config, plan.selection, plan.base)
-    else:
-        folder = RunFolder.create(config, plan.selection, plan.base, force=force)
-    try:
+    with contextlib.ExitStack() as outer:
+        text = load_text(plan)
+        outer.callback(text.reward.close)
+        start = starting_adapter(plan)
+        # Before the run folder is made: a shape that does not fit is a wrong command.
+        placement = _fitting_placement(config, outer)
+        if resume:
+            folder = RunFolder.resume(config, plan.selection, plan.base)
+        else:
+            folder = RunFolder.create(config, plan.selection, plan.base, force=force)
+        outer.callback(folder.close)
         with contextlib.ExitStack() as stack:
-            stack.callback(text.reward.close)
             listener.phase("starting")
             stop = stack.enter_context(stop_on_signal(listener))
-            trainer, engine = stack.enter_context(_parts(plan, world))
-            sinks = _sinks(config, folder)
-            stack.callback(lambda: [sink.close() for sink in sinks])
-            job = _job(plan, text, trainer, engine, folder, sinks, listener)
-            job.resume, job.stop = resume, stop
-            stack.push(job.ended)
-            first = text.data.files[0].prompts[0]
-            listener.note(f"first {text.chat.describe(first.ids)}")
             for row in text.data.bad_rows:
                 listener.note(f"left out: {row}")
-            from glm_lora.pipeline import run
+            listener.note(f"first {text.chat.describe(text.data.files[0].prompts[0].ids)}")
+            sinks = _sinks(config, folder)
+            stack.callback(lambda: [sink.close() for sink in sinks])
+            jobs: list[Job] = []
+            # The last one tells how the run ended.
+            stack.push(lambda *error: jobs[-1].ended(*error) if jobs else None)
 
-            run(job)
-    finally:
-        folder.close()
+            def run(trainer: Trainer, engine: RolloutEngine, resume: bool, restarts: int) -> None:
+                from glm_lora.pipeline import run
+
+                job = _job(plan, text, trainer, engine, folder, sinks, listener)
+                job.resume, job.stop, job.start, job.restarts = resume, stop, start, restarts
+                jobs.append(job)
+                run(job)
+
+            if config.launcher == "ray":
+                if placement is None:
+                    from glm_lora.cluster.ray_parts import ray_runtime
+
+                    placement = stack.enter_context(ray_runtime(config))
+                _run_on_ray(plan, placement, run, folder, listener, stop, resume)
+            else:
+                with _local_parts(plan, world) as (trainer, engine):
+                    run(trainer, engine, resume, 0)
     return folder
+
+
+def _fitting_placement(config: TrainConfig, stack: contextlib.ExitStack) -> Placement | None:
+    """Who sits where on a cluster that is joined now; None where Ray is not up yet.
+
+    Raises:
+        ConfigError: The cluster, or this machine, cannot hold the shape.
+    """
+    if config.launcher != "ray":
+        return None
+    from glm_lora.cluster.ray_parts import check_local, ray_runtime
+
+    if config.ray_address:
+        return stack.enter_context(ray_runtime(config))
+    check_local(config)
+    return None
+
+
+def _run_on_ray(
+    plan: Plan,
+    placement: Placement,
+    run: Callable[[Trainer, RolloutEngine, bool, int], None],
+    folder: RunFolder,
+    listener: Listener,
+    stop: StopRequest,
+    resume: bool,
+) -> None:
+    """Run on Ray; after lost processes, again from the last checkpoint.
+
+    Raises:
+        RunError: Processes were lost more often than ``--max-restarts`` allows.
+    """
+    from glm_lora.cluster.ray_parts import ray_parts
+
+    config, losses = plan.config, 0
+    while True:
+        parts = ray_parts(config, plan.selection, placement, listener.note, again=losses > 0)
+        try:
+            with parts as (trainer, engine):
+                run(trainer, engine, resume, losses)
+            return
+        except ProcessLost as error:
+            if stop.requested:
+                raise Interrupted(
+                    f"a process went while the run was stopping ({first_line(error)}); the last "
+                    "checkpoint stands"
+                ) from error
+            losses += 1
+            if losses > config.max_restarts:
+                raise RunError(
+                    f"processes were lost {losses} times, the last time because: {error}",
+                    f"at most --max-restarts {config.max_restarts}",
+                    "The last checkpoint is valid: continue with --resume",
+                ) from error
+            listener.note(f"restart {losses} of {config.max_restarts}: {first_line(error)}")
+            resume = latest_checkpoint(folder.path) is not None
+            if not resume:
+                truncate_metrics(folder.metrics, 0)
+
+
+def starting_adapter(plan: Plan) -> AdapterState | None:
+    """The adapter of ``--lora-adapter-path``, which must cover exactly the selection.
+
+    Raises:
+        CheckpointError: It cannot be read exactly.
+        ConfigError: It was made for other projections, ranks or scaling.
+    """
+    path = plan.config.lora_adapter_path
+    if path is None:
+        return None
+    from glm_lora.export.load import load_adapter
+
+    state = load_adapter(path, plan.spec, plan.config.model_name)
+    wanted, found = plan.selection.tensor_shapes(), state.selection.tensor_shapes()
+    differences = [f"missing {key}" for key in wanted if key not in found]
+    differences += [f"not selected {key}" for key in found if key not in wanted]
+    differences += [
+        f"{key} is {found[key]}, not {wanted[key]}"
+        for key in wanted
+        if key in found and found[key] != wanted[key]
+    ]
+    scalings = {a.a_key: a.alpha / a.rank for a in state.selection.adapters}
+    differences += [
+        f"{a.a_key} is scaled by {scalings[a.a_key]:g}, not {a.alpha / a.rank:g}"
+        for a in plan.selection.adapters
+        if a.a_key in scalings and scalings[a.a_key] != a.alpha / a.rank
+    ]
+    if differences:
+        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+        raise ConfigError(
+            f"--lora-adapter-path {path} does not fit the selection: "
+            + "; ".join(differences[:4])
+            + more,
+            "the projections, ranks and alpha of this run",
+        )
+    return replace(state, selection=plan.selection)
 
 
 def _job(
@@ -167,35 +282,47 @@ def _sinks(config: TrainConfig, folder: RunFolder) -> list[MetricSink]:
 
 @contextlib.contextmanager
 def stop_on_signal(listener: Listener) -> Iterator[StopRequest]:
-    """SIGINT and SIGTERM ask the loop to save and stop; a second one stops at once."""
+    """SIGINT and SIGTERM ask the loop to save and stop; a second one stops at once.
+
+    Sampling is given up on the spot. An update gets ``STOP_LIMIT`` seconds to finish; then the run
+    ends without it, and the last checkpoint stands.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
 
-    def handle(number: int, frame: Any) -> None:
+    def asked(number: int, frame: Any) -> None:
         if request.requested:
             raise KeyboardInterrupt
         request.requested = True
-        listener.note("stopping after this rollout; everything is saved (again to stop at once)")
+        listener.note("stopping; everything is saved (again to stop at once)")
+        signal.setitimer(signal.ITIMER_REAL, STOP_LIMIT)
+        if request.sampling:
+            raise Interrupted("stopped while sampling")
 
-    previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    def overdue(number: int, frame: Any) -> None:
+        raise Interrupted(
+            f"the update did not finish within {STOP_LIMIT:g} s of the signal and is given up; "
+            "the last checkpoint stands"
+        )
+
+    handlers = {signal.SIGINT: asked, signal.SIGTERM: asked, signal.SIGALRM: overdue}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield request
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def _parts(plan: Plan, world: tuple[int, int] | None) -> Iterator[tuple[Trainer, RolloutEngine]]:
-    """Trainer and engine for the length of the block."""
-    launcher = plan.config.launcher
-    if launcher == "ray":
-        with _ray_parts(plan) as parts:
-            yield parts
-        return
-    from glm_lora.rollout.engine import build_engine
+def _local_parts(
+    plan: Plan, world: tuple[int, int] | None
+) -> Iterator[tuple[Trainer, RolloutEngine]]:
+    """Trainer and engine in this process (and torchrun's) for the length of the block."""
+    from glm_lora.cluster.local_engine import build_local_engine
     from glm_lora.train.worker import build_worker, init_process_group
 
     config = plan.config
@@ -204,36 +331,17 @@ def _parts(plan: Plan, world: tuple[int, int] | None) -> Iterator[tuple[Trainer,
         trainer: Any = build_worker(config, plan.selection)
     else:
         trainer = _leading_trainer(plan, world)
-    engine = build_engine(config, plan.selection)
     try:
-        yield trainer, engine
-    finally:
-        engine.close()
-        trainer.close()
-
-
-@contextlib.contextmanager
-def _ray_parts(plan: Plan) -> Iterator[tuple[Trainer, RolloutEngine]]:
-    import ray
-
-    from glm_lora.cluster.actors import EngineActor, RankActor, RayEngine, RayTrainer
-    from glm_lora.cluster.ray_runtime import ray_session
-
-    config = plan.config
-    with ray_session(config.ray_address, num_cpus=config.world_size + 1, num_gpus=0):
-        rank_class = ray.remote(num_cpus=1)(RankActor)
-        engine_class = ray.remote(num_cpus=1)(EngineActor)
-        # Both sides load their model at the same time.
-        engine_actor = engine_class.remote(config, plan.selection)
-        ranks = [rank_class.remote() for _ in range(config.world_size)]
-        trainer = RayTrainer(config, plan.selection, ranks)
-        engine = RayEngine(engine_actor)
+        if config.sglang.sglang_colocated:
+            # The engine measures the memory that is free when it starts.
+            trainer.offload()
+        engine = build_local_engine(config, plan.selection)
         try:
-            trainer.wait_ready()
             yield trainer, engine
         finally:
             engine.close()
-            trainer.close()
+    finally:
+        trainer.close()
 
 
 def _leading_trainer(plan: Plan, world: tuple[int, int]) -> Trainer:
@@ -254,11 +362,11 @@ def _follow_rank_zero(plan: Plan, world: tuple[int, int]) -> None:
 
 
 def _torchrun_worker(plan: Plan, world: tuple[int, int]) -> tuple[Any, Any]:
-    import torch.distributed as dist
-
-    from glm_lora.cluster.spmd import CONTROL_TIMEOUT
+    from glm_lora.cluster.agreement import check_same_on_all_ranks
+    from glm_lora.cluster.spmd import open_control
     from glm_lora.train.worker import build_worker, init_process_group
 
     init_process_group(plan.config, world[0], world[1], None)
-    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    check_same_on_all_ranks(plan.config, plan.selection)
+    control = open_control()
     return build_worker(plan.config, plan.selection), control

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import ray
 
+from glm_lora.cluster.placement import LOOPBACK
 from glm_lora.errors import ConfigError, RunError
-
-_LOOPBACK = "127.0.0.1"
 
 
 @contextlib.contextmanager
@@ -24,7 +23,7 @@ def ray_session(address: str, num_cpus: int, num_gpus: int) -> Iterator[None]:
         num_gpus: GPUs of the local runtime.
 
     Raises:
-        ConfigError: No cluster answers at ``address``.
+        ConfigError: No cluster answers at ``address``, or it runs other versions of Ray or Python.
         RunError: The local runtime did not start.
     """
     if ray.is_initialized():
@@ -40,7 +39,7 @@ def ray_session(address: str, num_cpus: int, num_gpus: int) -> Iterator[None]:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                _node_ip_address=_LOOPBACK,
+                _node_ip_address=LOOPBACK,
             )
     except ConnectionError as error:
         raise ConfigError(
@@ -49,9 +48,22 @@ def ray_session(address: str, num_cpus: int, num_gpus: int) -> Iterator[None]:
             "Start one with 'ray start --head', or leave the option out for a local one",
         ) from error
     except (OSError, RuntimeError, ValueError) as error:
-        raise RunError(f"Ray did not start: {error}", next_step="Try --launcher inline") from error
+        raise _not_started(address, error) from error
     try:
         yield
     finally:
         # Leaves a cluster that was joined; ends the processes of one that was started here.
         ray.shutdown()
+
+
+def _not_started(address: str, error: Exception) -> ConfigError | RunError:
+    text = str(error)
+    if address and "version mismatch" in text.lower():
+        return ConfigError(
+            f"--ray-address {address}: {text}",
+            "the same versions of Ray and Python here and in the cluster",
+            "Install the same wheel on every machine",
+        )
+    if address:
+        return ConfigError(f"--ray-address {address} cannot be joined: {text}", "a running cluster")
+    return RunError(f"Ray did not start: {text}", next_step="Try --launcher inline")

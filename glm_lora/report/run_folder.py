@@ -29,12 +29,17 @@ CONFIG, SELECTION, BASE_FILE, METRICS = (
 _MAY_CHANGE_ON_RESUME = frozenset(
     {
         "run_dir", "hf_checkpoint", "ref_load", "launcher", "ray_address", "num_nodes",
-        "num_gpus_per_node", "save_interval", "keep_last", "tensorboard", "wandb", "device",
+        "num_gpus_per_node", "save_interval", "keep_last", "keep_every", "tensorboard", "wandb",
+        "device", "offload_train_target", "max_restarts", "step_timeout", "parallel", "selection",
+        "sglang",
     }
 )  # fmt: skip
 _MAY_CHANGE_IN_ROLLOUT = frozenset(
-    {"num_rollout", "rollout_engine", "eval_interval", "eval_prompt_data", "logprob_diff_limit"}
-)
+    {
+        "num_rollout", "rollout_engine", "rollout_timeout", "eval_interval", "eval_prompt_data",
+        "logprob_diff_limit",
+    }
+)  # fmt: skip
 
 
 class RunFolder:
@@ -190,7 +195,7 @@ def _differences(then: TrainConfig, now: TrainConfig) -> list[str]:
     found: list[str] = []
     old, new = then.model_dump(mode="json"), now.model_dump(mode="json")
     for key, value in old.items():
-        if key in _MAY_CHANGE_ON_RESUME or key in ("parallel", "selection"):
+        if key in _MAY_CHANGE_ON_RESUME:
             continue
         if not isinstance(value, dict):
             if value != new[key]:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from glm_lora.config import TrainConfig
 from glm_lora.errors import ConfigError
 from glm_lora.protocols import RolloutEngine
 from glm_lora.settings import spec_of
 from glm_lora.targets.selection import Selection
 
+if TYPE_CHECKING:
+    from glm_lora.rollout.sglang_server import ServerOptions
 
-def build_engine(config: TrainConfig, selection: Selection) -> RolloutEngine:
-    """Start the engine that ``config`` asks for; servers are children of this process."""
+
+def build_engine(
+    config: TrainConfig, selection: Selection, servers: Sequence[ServerOptions] = ()
+) -> RolloutEngine:
+    """Start the engine that ``config`` asks for; servers are children of this process.
+
+    Args:
+        config: The run's configuration.
+        selection: What adapters cover.
+        servers: The servers to start; by default those of ``config`` (``server_options``).
+    """
     if config.rollout.rollout_engine == "sglang":
-        return _sglang(config, selection)
+        return _sglang(config, selection, servers)
     import torch
 
     from glm_lora.rollout.embedded import EmbeddedEngine
@@ -49,6 +64,12 @@ def check_engine(config: TrainConfig) -> None:
             "--rollout-engine-urls with running servers",
             "Build the environment with: make sglang-env",
         )
+    _api_key(sglang.rollout_engine_key_file)
+    if sglang.sglang_colocated and sglang.rollout_num_gpus:
+        raise ConfigError(
+            f"--sglang-colocated with --rollout-num-gpus {sglang.rollout_num_gpus}",
+            "one of them: engines share the trainer's GPUs or have their own",
+        )
     if sglang.sglang_colocated and config.rollout.async_level:
         raise ConfigError(
             "--sglang-colocated with --async-level 1",
@@ -56,30 +77,53 @@ def check_engine(config: TrainConfig) -> None:
         )
 
 
-def _sglang(config: TrainConfig, selection: Selection) -> RolloutEngine:
-    from glm_lora.rollout.sglang import attach_engine, start_engine
+def server_options(config: TrainConfig, selection: Selection, number: int) -> ServerOptions:
+    """How server ``number`` of a run is started; GPUs and ports are still open."""
     from glm_lora.rollout.sglang_server import ServerOptions
 
     options = config.sglang
+    return ServerOptions(
+        checkpoint=config.hf_checkpoint,
+        selection=selection,
+        python=options.sglang_python,
+        work_dir=config.run_dir / "logs" / f"sglang-{number}",
+        tensor_parallel=options.rollout_num_gpus_per_engine,
+        dtype=config.dtype,
+        mem_fraction=options.sglang_mem_fraction,
+        lora_backend=options.sglang_lora_backend,
+        memory_saver=options.sglang_colocated,
+        routed_experts=config.rollout.enable_r3,
+        passed=options.sglang_flags,
+    )
+
+
+def _sglang(
+    config: TrainConfig, selection: Selection, servers: Sequence[ServerOptions]
+) -> RolloutEngine:
+    from glm_lora.rollout.sglang import attach_engine, start_engine
+
+    options = config.sglang
     spec = spec_of(config.model_name, config.hf_checkpoint)
+    base = str(config.hf_checkpoint)
     if options.rollout_engine_urls:
-        return attach_engine(
-            options.rollout_engine_urls, spec, base_model=str(config.hf_checkpoint)
-        )
-    servers = [
-        ServerOptions(
-            checkpoint=config.hf_checkpoint,
-            selection=selection,
-            python=options.sglang_python,
-            work_dir=config.run_dir / "logs" / f"sglang-{number}",
-            tensor_parallel=options.rollout_num_gpus_per_engine,
-            dtype=config.dtype,
-            mem_fraction=options.sglang_mem_fraction,
-            lora_backend=options.sglang_lora_backend,
-            memory_saver=options.sglang_colocated,
-            routed_experts=config.rollout.enable_r3,
-            passed=options.sglang_flags,
-        )
-        for number in range(options.rollout_num_engines)
+        key = _api_key(options.rollout_engine_key_file)
+        return attach_engine(options.rollout_engine_urls, spec, base_model=base, api_key=key)
+    servers = servers or [
+        server_options(config, selection, number)
+        for number in range(max(1, options.rollout_num_engines))
     ]
-    return start_engine(servers, spec, base_model=str(config.hf_checkpoint))
+    return start_engine(servers, spec, base_model=base)
+
+
+def _api_key(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--rollout-engine-key-file {path} cannot be read: {error}", "a text file"
+        ) from error
+    if not key:
+        raise ConfigError(f"--rollout-engine-key-file {path} is empty", "a file with the key")
+    return key

@@ -7,6 +7,7 @@ import resource
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from glm_lora.checkpoint.train_state import (
     prune_checkpoints,
 )
 from glm_lora.config import TrainConfig
-from glm_lora.errors import CheckpointError
+from glm_lora.errors import CheckpointError, Interrupted, RunError
 from glm_lora.export.peft import export_peft
 from glm_lora.protocols import (
     AdapterRef,
@@ -81,6 +82,8 @@ class StopRequest:
     """Set by a signal handler; the loop looks at it where stopping is safe."""
 
     requested: bool = False
+    sampling: bool = False
+    """While this is set the handler may raise Interrupted: nothing is lost but samples."""
 
 
 @dataclass
@@ -102,12 +105,17 @@ class Job:
     eval_prompts: Sequence[Prompt] = ()
     """Prompts of ``--eval-prompt-data``."""
     resume: bool = False
+    start: AdapterState | None = None
+    """The adapter of ``--lora-adapter-path``; a resumed run has its own."""
+    restarts: int = 0
+    """How often the trainer's processes were lost so far."""
     stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.sinks)
         self.history = RunHistory(self.folder.path)
         self.cursor = self.explorer.prompts.state_dict()
+        self.failed_saves = 0
         self.capabilities: Capabilities = self.engine.capabilities()
 
     @property
@@ -148,6 +156,36 @@ class Job:
             self.engine.resume()
             check_base(self.engine, probe)
 
+    @contextlib.contextmanager
+    def sampler(self) -> Iterator[ThreadPoolExecutor]:
+        """A thread that samples ahead; an error in the loop does not wait for its samples."""
+        executor = ThreadPoolExecutor(1)
+        try:
+            yield executor
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    @contextlib.contextmanager
+    def stoppable(self, step: int) -> Iterator[None]:
+        """A wish to stop ends the block, which samples rollout ``step``, and the run is saved.
+
+        Raises:
+            Interrupted: Saved, or why not.
+        """
+        try:
+            self.stop.sampling = True
+            if self.stop.requested:
+                raise Interrupted("stopped before sampling")
+            yield
+            self.stop.sampling = False
+        except Interrupted as error:
+            self.stop.sampling = False
+            saved = self.save(step)
+            where = f"saved in {self.folder.path}" if saved else "the checkpoint before it stands"
+            raise Interrupted(f"stopped before rollout {step}; {where}") from error
+        finally:
+            self.stop.sampling = False
+
     def snapshot(self) -> Snapshot:
         """Gather the adapter and score the probe prompt with it."""
         with self.phase("sync"):
@@ -157,7 +195,12 @@ class Job:
 
     def restore(self) -> int:
         """Load the last checkpoint when resuming; returns the next rollout's number."""
-        first = self._load_checkpoint() if self.resume else 0
+        first = 0
+        if self.resume:
+            first = self._load_checkpoint()
+        elif self.start is not None:
+            self.trainer.set_adapter(self.start)
+            self.listener.note(f"starting from {self.config.lora_adapter_path}")
         self.history.started(
             first,
             bands=[asdict(band) for band in HEALTH_BANDS],
@@ -197,12 +240,38 @@ class Job:
         """The prompts dealt so far are used up; a resumed run continues from here."""
         self.cursor = self.explorer.prompts.state_dict()
 
-    def save(self, rollouts: int) -> None:
-        """Write a checkpoint after ``rollouts`` rollouts and drop the oldest ones."""
+    def save(self, rollouts: int, *, needed: bool = False) -> bool:
+        """Write a checkpoint after ``rollouts`` rollouts and drop the oldest ones.
+
+        A disk that is full or gone does not end the run: it says so and keeps what it has.
+
+        Args:
+            rollouts: Rollouts done.
+            needed: Nothing comes after this one, so it must succeed.
+
+        Returns:
+            Whether the checkpoint was written.
+
+        Raises:
+            RunError: It was needed and could not be written.
+        """
         extra: dict[str, Any] = {"rollouts": rollouts, "prompts": self.cursor}
-        with self.phase("save"):
-            self.trainer.save(iteration_folder(self.folder.path, rollouts), extra)
-            prune_checkpoints(self.folder.path, self.config.keep_last)
+        try:
+            with self.phase("save"):
+                self.trainer.save(iteration_folder(self.folder.path, rollouts), extra)
+        except CheckpointError as error:
+            last = latest_checkpoint(self.folder.path)
+            kept = f"the last good one is {last}" if last else "there is none before it"
+            if needed:
+                raise RunError(
+                    f"the last checkpoint was not written ({error}); {kept}",
+                    next_step="Free some space, then continue with --resume",
+                ) from error
+            self.failed_saves += 1
+            self.listener.note(f"no checkpoint after {rollouts} rollouts: {error} ({kept})")
+            return False
+        prune_checkpoints(self.folder.path, self.config.keep_last, self.config.keep_every)
+        return True
 
     def finish_rollout(self, step: int, adapter: AdapterState) -> None:
         """Evaluate and save when due, write the rollout's metrics, say what is out of its band."""
@@ -210,6 +279,9 @@ class Job:
         if interval and (step + 1) % interval == 0:
             with self.phase("eval"):
                 self.recorder.add(self.evaluate(adapter.ref()))
+        self.recorder.add(
+            {"run/restarts": float(self.restarts), "run/failed_saves": float(self.failed_saves)}
+        )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.recorder.add({"memory/driver_peak_bytes": float(peak)})
         metrics = self.recorder.flush(step)

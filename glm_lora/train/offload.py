@@ -1,7 +1,8 @@
 """Freeing and taking back the device memory of one trainer rank.
 
-The base is frozen, so it is never copied back: one host copy, made the first time, is kept and the
-device storage is dropped. Only adapters and Adam moments, which change, are copied to the host.
+The base is frozen, so it is never copied back: one copy on the host or in a mapped file, made the
+first time, is kept and the device storage is dropped. Only adapters and Adam moments, which change,
+are copied to the host each time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -31,44 +33,59 @@ class DeviceMemory:
         stage: Its parameters and buffers are the frozen base.
         adapters: Trainable tensors.
         optimizer: Owns the moments.
+        file: Keep the base in this file, mapped, instead of in host memory.
     """
 
-    def __init__(self, stage: Stage, adapters: AdapterSet, optimizer: AdapterOptimizer) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        adapters: AdapterSet,
+        optimizer: AdapterOptimizer,
+        file: Path | None = None,
+    ) -> None:
         self._stage = stage
         self._adapters = adapters
         self._optimizer = optimizer
-        self._host_base: dict[str, torch.Tensor] = {}
-        self._host_state: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._file = file
+        self._host_base: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._host_state: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._offloaded = False
 
-    def _base(self) -> dict[str, torch.Tensor]:
+    def _base(self) -> list[torch.UntypedStorage]:
+        """The storages of the base, each once: several tensors may share one."""
         trainable = {id(p) for p in self._adapters.parameters().values()}
-        named = [*self._stage.named_parameters(), *self._stage.named_buffers()]
-        return {k: t.data for k, t in named if id(t) not in trainable}
+        tensors = [*self._stage.parameters(), *self._stage.buffers()]
+        storages = [t.untyped_storage() for t in tensors if id(t) not in trainable]
+        return list({storage.data_ptr(): storage for storage in storages}.values())
 
-    def _changing(self) -> list[torch.Tensor]:
-        parameters = [p.data for p in self._adapters.parameters().values()]
-        return [*parameters, *self._optimizer.moments().values()]
+    def state(self) -> dict[str, torch.Tensor]:
+        """Adapters and moments by key, readable now: host copies while they are off the device."""
+        if self._offloaded:
+            return {key: host for key, (_, host) in self._host_state.items()}
+        parameters = self._adapters.parameters()
+        return {k: p.detach() for k, p in parameters.items()} | self._optimizer.moments()
 
     def offload(self) -> Mapping[str, float]:
         """Drop the device copies; metrics say seconds and bytes copied to the host."""
         start = time.perf_counter()
         copied = freed = 0
-        for key, tensor in self._base().items():
-            if key not in self._host_base:
-                self._host_base[key] = _to_host(tensor)
-                copied += tensor.nbytes
-            freed += tensor.nbytes
-            tensor.untyped_storage().resize_(0)
-        for tensor in self._changing():
-            self._host_state.append((tensor, _to_host(tensor)))
-            copied += tensor.nbytes
-            freed += tensor.nbytes
-            tensor.untyped_storage().resize_(0)
+        if not self._offloaded:
+            if not self._host_base:
+                self._host_base = self._keep_base()
+                copied += sum(host.nbytes for _, host in self._host_base)
+            self._host_state = {key: (t, _to_host(t)) for key, t in self.state().items()}
+            copied += sum(host.nbytes for _, host in self._host_state.values())
+            for storage, host in self._host_base:
+                freed += host.nbytes
+                storage.resize_(0)
+            for tensor, host in self._host_state.values():
+                freed += host.nbytes
+                tensor.untyped_storage().resize_(0)
+            self._offloaded = True
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        seconds = time.perf_counter() - start
         return {
-            "time/offload": seconds,
+            "time/offload": time.perf_counter() - start,
             "offload/bytes_to_host": float(copied),
             "offload/bytes_freed": float(freed),
         }
@@ -77,16 +94,41 @@ class DeviceMemory:
         """Bring everything back, bit-equal; metrics say seconds and bytes."""
         start = time.perf_counter()
         moved = 0
-        pairs = [(tensor, self._host_base[key]) for key, tensor in self._base().items()]
-        for tensor, host in [*pairs, *self._host_state]:
-            tensor.untyped_storage().resize_(host.nbytes)
-            tensor.copy_(host, non_blocking=True)
-            moved += host.nbytes
-        self._host_state.clear()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self._offloaded:
+            for storage, host in self._host_base:
+                storage.resize_(host.nbytes)
+                _bytes_of(storage).copy_(host, non_blocking=True)
+                moved += host.nbytes
+            for tensor, host in self._host_state.values():
+                tensor.untyped_storage().resize_(host.nbytes)
+                tensor.copy_(host, non_blocking=True)
+                moved += host.nbytes
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._host_state = {}
+            self._offloaded = False
         seconds = time.perf_counter() - start
         return {"time/onload": seconds, "offload/bytes_to_device": float(moved)}
+
+    def _keep_base(self) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
+        storages = self._base()
+        if self._file is None:
+            return [(storage, _to_host(_bytes_of(storage))) for storage in storages]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        total = sum(storage.nbytes() for storage in storages)
+        mapped = torch.from_file(str(self._file), shared=True, size=total, dtype=torch.uint8)
+        # Without a name it goes with the process, however that ends.
+        self._file.unlink()
+        kept, position = [], 0
+        for storage in storages:
+            piece = mapped[position : position + storage.nbytes()]
+            kept.append((storage, piece.copy_(_bytes_of(storage))))
+            position += storage.nbytes()
+        return kept
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

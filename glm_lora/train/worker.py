@@ -34,8 +34,11 @@ from glm_lora.train.offload import DeviceMemory, peak_memory
 from glm_lora.train.optimizer import AdapterOptimizer
 from glm_lora.train.step import Updater, sequence_logprobs
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-"""A rank that dies in mid-step lets the others wait no longer than this."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""A silent rank lets the others wait no longer than this; the first step may compile for minutes.
+
+One that dies or fails is noticed at once: its connections break and its actor or agent says so.
+"""
 
 
 def device_of(config: TrainConfig, local_rank: int) -> torch.device:
@@ -128,7 +131,9 @@ class TrainWorker:
             config.rollout.num_rollout * config.algorithm.updates_per_rollout,
         )
         self._updater = Updater(config, stage, self.adapters, self.optimizer, context)
-        self._memory = DeviceMemory(stage, self.adapters, self.optimizer)
+        on_disk = config.offload_train_target == "disk"
+        file = config.run_dir / "logs" / f"base-rank{context.rank}.bin" if on_disk else None
+        self._memory = DeviceMemory(stage, self.adapters, self.optimizer, file)
 
     def step(self, batch: TrainBatch) -> StepStats:
         """One update (or ``updates_per_rollout``) from a scored batch."""
@@ -155,6 +160,10 @@ class TrainWorker:
         tensors = self.adapters.gather(self.context, getattr(torch, dtype))
         return AdapterState(self.selection, tensors, self.version, fingerprint_tensors(tensors))
 
+    def set_adapter(self, state: AdapterState) -> None:
+        """Start from ``state``; CheckpointError when its tensors are not the selection's."""
+        self.adapters.load_full({k: t.float() for k, t in state.tensors.items()})
+
     def verify_base(self) -> str:
         """A digest of the base as it lies in memory; TrainingError when it is not as loaded."""
         now = self._digest_base()
@@ -179,13 +188,9 @@ class TrainWorker:
 
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write adapter masters, Adam moments, step, generators, and the driver's ``extra``."""
-        tensors = {}
-        for key, parameter in self.adapters.parameters().items():
-            tensors[key] = parameter.detach()
-        tensors.update(self.optimizer.moments())
         local = {
             key: LocalTensor(value, self.adapters.tp_axis(_parameter_key(key)))
-            for key, value in tensors.items()
+            for key, value in self._memory.state().items()
         }
         state = {
             "driver": dict(extra or {}),
