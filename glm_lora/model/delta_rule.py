@@ -1,4 +1,4 @@
-"""The two sequence kernels of KDA in plain torch: causal convolution and gated delta rule.
+"""The two sequence kernels of KDA: causal convolution and gated delta rule.
 
 Shapes: B sequences, L positions, h local heads, d head size.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm_lora.model.batch import ModelBatch
 from glm_lora.model.norm import unit_norm
 
 _LARGEST_EXPONENT = 80.0  # exp(80) * 1000 is still finite in fp32, exp(-80) / 1000 still normal
@@ -84,6 +85,53 @@ def delta_rule(
         out, state = _chunk(*inputs, state, start + chunk >= length)
         outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2).to(dtype)
+
+
+def fused_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    log_rate: Tensor,
+    time_bias: Tensor,
+    lower_bound: float,
+    batch: ModelBatch,
+) -> Tensor:
+    """``delta_rule`` by flash-linear-attention's kernel, with its decay and beta gates.
+
+    Args:
+        q: ``[N, h, d]``, all sequences of ``batch`` behind each other; not yet normalised.
+        k: As ``q``.
+        v: As ``q``.
+        decay: f, ``[N, h, d]``: g is ``lower_bound * sigmoid(exp(log_rate) (f + time_bias))``.
+        beta: ``[N, h]``, before its sigmoid.
+        log_rate: fp32 ``[h]``.
+        time_bias: fp32 ``[h d]``.
+        lower_bound: Between -5 and 0.
+        batch: Says where sequences begin.
+
+    Returns:
+        ``[N, h, d]``.
+    """
+    from fla.ops.kda import chunk_kda
+
+    (_, number, length), *others = batch.runs
+    # Equal lengths need no table of chunks.
+    shape = (1, q.shape[0]) if others else (number, length)
+    bounds = {"cu_seqlens": batch.device_bounds, "cu_seqlens_cpu": batch.bounds} if others else {}
+    out, _ = chunk_kda(
+        *(x.unflatten(0, shape) for x in (q, k, v, decay, beta)),
+        A_log=log_rate,
+        dt_bias=time_bias,
+        lower_bound=lower_bound,
+        safe_gate=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        use_qk_l2norm_in_kernel=True,
+        **bounds,
+    )
+    return out.flatten(0, 1)
 
 
 def chunk_length(length: int, lower_bound: float) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from glm_lora.arch.projections import Kind
 from glm_lora.arch.spec import ModelSpec
-from glm_lora.model.batch import ModelBatch
+from glm_lora.model.batch import ModelBatch, by_sequence
 from glm_lora.model.collectives import enter_tp, leave_tp
 from glm_lora.model.indexer import Indexer
 from glm_lora.model.linear import ProjectionGroup
@@ -23,7 +23,15 @@ from glm_lora.model.parallel import ParallelContext
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention, ``[B, h, L, d]`` each; causal, or as bool ``seen [B, L, L]`` says."""
+    """Softmax attention.
+
+    Args:
+        q: ``[B, h, queries, d]``.
+        k: ``[B, h, keys, d]``.
+        v: ``[B, h, keys, v_dim]``.
+        seen: bool ``[B, queries, keys]``; None is causal, with as many queries as keys.
+        scale: Of the products.
+    """
     if seen is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(1), scale=scale)
@@ -76,14 +84,29 @@ class SparseAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: ModelBatch) -> Tensor:
         """Attend within each sequence of ``batch``."""
-        rows, length = batch.shape
         q_low, kv_low = self.low(x).split(self.latents, dim=-1)
         low = torch.cat([self.q_norm(q_low), self.kv_norm(kv_low)], dim=-1)
         q_low, kv_low = enter_tp(low, self.ctx, batch.num_tokens).split(self.latents, dim=-1)
-        q = self.q_b(q_low).view(rows, length, self.heads, self.qk_dim).transpose(1, 2)
-        kv = self.kv_b(kv_low).view(rows, length, self.heads, -1).transpose(1, 2)
+        q = self.q_b(q_low).unflatten(-1, (self.heads, self.qk_dim))
+        kv = self.kv_b(kv_low).unflatten(-1, (self.heads, -1))
+        index: tuple[Tensor, ...] = ()
+        if any(length > self.limit for _, _, length in batch.runs):
+            index = self.indexer.project(x, q_low, batch)
+        o = by_sequence(batch, self._attend, q, kv, *index)
+        return leave_tp(self.out(o.flatten(1)), self.ctx)
+
+    def _attend(self, q: Tensor, kv: Tensor, *index: Tensor) -> Tensor:
+        """Whole sequences: q and kv ``[B, L, h, ...]`` to ``[B, L, h, v_dim]``."""
+        length = q.shape[1]
+        q, kv = q.transpose(1, 2), kv.transpose(1, 2)
         k, v = kv.split([self.qk_dim, self.v_dim], dim=-1)
-        seen = None if length <= self.limit else self.indexer(x, q_low, batch)
-        o = attention(q, k, v, seen, self.qk_dim**-0.5)
-        o = o.transpose(1, 2).reshape(batch.num_tokens, self.heads * self.v_dim)
-        return leave_tp(self.out(o), self.ctx)
+        scale = self.qk_dim**-0.5
+        if length <= self.limit:
+            return attention(q, k, v, None, scale).transpose(1, 2)
+        # The first ``limit`` queries see everything before them.
+        first = (x[:, :, : self.limit] for x in (q, k, v))
+        outs = [attention(*first, None, scale)]
+        for rows, seen in self.indexer.visible(*index, self.limit):
+            keys = slice(0, rows.stop)
+            outs.append(attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], seen, scale))
+        return torch.cat(outs, dim=2).transpose(1, 2)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from glm_lora.arch.spec import ModelSpec
+from glm_lora.model.fast import takes
 from glm_lora.model.parallel import ParallelContext
 
 
@@ -148,20 +149,35 @@ class HyperConnection(nn.Module):
         yield "base", self.base
         yield "scale", self.scale
 
-    def read(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Collapse the streams into a block's input.
 
         Args:
             streams: ``[n, m, H]``.
 
         Returns:
-            The block's input ``[n, H]``; ``post [m, n]`` and ``comb [m, m, n]`` for ``write``.
+            The block's input ``[n, H]`` and what ``write`` takes: post, comb and the streams.
         """
+        if self._fused(streams):
+            from glm_lora.model.kernels import mhc
+
+            eps = {"eps": self.eps, "norm_eps": self.norm_eps}
+            weights = (self.fn, self.base, self.scale)
+            return mhc.read(streams, *weights, iterations=self.iterations, **eps)
         scale = self.scale[self.scale_of_row]
-        return _Read.apply(  # pyright: ignore[reportReturnType]
+        x, post, comb = _Read.apply(  # pyright: ignore[reportGeneralTypeIssues]
             streams, self.fn, self.base, scale, self.iterations, self.eps, self.norm_eps
         )
+        return x, post, comb, streams
 
-    def write(self, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    def write(self, y: Tensor, post: Tensor, comb: Tensor, streams: Tensor) -> Tensor:
         """Mix the streams and add a block's output ``y [n, H]``: new streams ``[n, m, H]``."""
+        if self._fused(streams):
+            from glm_lora.model.kernels import mhc
+
+            return mhc.write(streams, y, post, comb)
         return _Write.apply(streams, y, post, comb)  # pyright: ignore[reportReturnType]
+
+    @staticmethod
+    def _fused(streams: Tensor) -> bool:
+        return streams.shape[0] > 0 and streams.shape[1] == 4 and takes("fused", streams)

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.model.batch import ModelBatch
 from glm_lora.model.collectives import all_gather
+from glm_lora.model.fast import takes
 from glm_lora.model.parallel import ParallelContext
 
-_ROWS_PER_BLOCK = 1024  # bounds the per-head scores, the largest tensor here
+ROWS_PER_BLOCK = 1024
+"""Queries at a time: bounds the per-head scores and the masks."""
 
 
 class Indexer(nn.Module):
@@ -56,34 +58,47 @@ class Indexer(nn.Module):
         yield "index_kpool_compress_gate", self.pool_gate
 
     @torch.no_grad()
-    def forward(self, x: Tensor, q_resid: Tensor, batch: ModelBatch) -> Tensor:
-        """Visibility of keys.
+    def project(self, x: Tensor, q_resid: Tensor, batch: ModelBatch) -> tuple[Tensor, Tensor]:
+        """What the selection needs of each token.
 
         Args:
             x: Hidden states of the local tokens, ``[local tokens, H]``.
-            q_resid: Normalised query latent of all tokens, ``[B * L, q_lora_rank]``.
-            batch: Gives B and L.
+            q_resid: Normalised query latent of all tokens, ``[N, q_lora_rank]``.
+            batch: Gives the number of tokens N.
 
         Returns:
-            bool ``[B, L, L]``: query (axis 1) may see key (axis 2).
+            Queries ``[N, h d]``; key, pool gate and head weights in one, ``[N, 2 d + h]``.
         """
-        rows, length = batch.shape
         d = self.head_dim
         key = F.layer_norm(F.linear(x, self.key), (d,), self.norm_weight, self.norm_bias, eps=1e-6)
         parts = torch.cat([key, F.linear(x, self.pool_gate), F.linear(x, self.head_weights)], -1)
         if self.ctx.sequence_parallel and self.ctx.tp_group is not None:
             parts = all_gather(parts, self.ctx.tp_group)[: batch.num_tokens]
-        key, gate, weights = parts.view(rows, length, -1).split([d, d, self.heads], dim=-1)
-        query = F.linear(q_resid, self.query).view(rows, length, self.heads, d)
+        return F.linear(q_resid, self.query), parts
+
+    @torch.no_grad()
+    def visible(
+        self, query: Tensor, parts: Tensor, first: int, block: int = ROWS_PER_BLOCK
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Which keys the queries from position ``first`` on may see, a block of queries at a time.
+
+        Args:
+            query: ``[B, L, h d]`` of whole sequences.
+            parts: ``[B, L, 2 d + h]``.
+            first: First query asked for.
+            block: Queries at a time.
+
+        Yields:
+            The block of queries and bool ``[B, queries, keys]`` for all keys up to its last.
+        """
+        length, d = query.shape[1], self.head_dim
+        key, gate, weights = parts.split([d, d, self.heads], dim=-1)
         pool_keys = self._pool(key, gate)
+        query = query.unflatten(-1, (self.heads, d))
         weights = weights.float() * self.heads**-0.5
-        seen = torch.zeros(rows, length, length, dtype=torch.bool, device=x.device)
-        for start in range(0, length, _ROWS_PER_BLOCK):
-            block = slice(start, min(start + _ROWS_PER_BLOCK, length))
-            seen[:, block] = self._select(
-                query[:, block], weights[:, block], pool_keys, block, length
-            )
-        return seen
+        for start in range(first, length, block):
+            rows = slice(start, min(start + block, length))
+            yield rows, self._select(query[:, rows], weights[:, rows], pool_keys, rows)
 
     def _pool(self, key: Tensor, gate: Tensor) -> Tensor:
         """Learned average of the keys of each complete pool, ``[B, P, d]``."""
@@ -94,22 +109,31 @@ class Indexer(nn.Module):
         share = logits.softmax(dim=2).to(key.dtype)
         return (share * key[:, :whole].reshape(shape)).sum(dim=2)
 
-    def _select(
-        self, query: Tensor, weights: Tensor, pool_keys: Tensor, block: slice, length: int
-    ) -> Tensor:
-        """Visibility rows of one block of queries, bool ``[B, rows, L]``."""
-        device = query.device
+    def _select(self, query: Tensor, weights: Tensor, pool_keys: Tensor, block: slice) -> Tensor:
+        """Visibility rows of one block of queries, bool ``[B, rows, block.stop]``."""
+        device, length = query.device, block.stop
+        pools = length // self.pool
         position = torch.arange(block.start, block.stop, device=device)[:, None]
-        pools = pool_keys.shape[1]
-        score = torch.matmul(query.float(), pool_keys.float().transpose(-1, -2).unsqueeze(1))
-        score = F.relu(score * self.head_dim**-0.5)
-        score = torch.matmul(weights.unsqueeze(-2), score).squeeze(-2)
+        score = self._scores(query, weights, pool_keys[:, :pools], block.start)
         complete = torch.arange(pools, device=device) * self.pool + self.pool - 1 <= position
         score = score.masked_fill(~complete, torch.finfo(score.dtype).min)
-        best = score.topk(min(self.pools_kept, pools), dim=-1).indices
+        best = score.topk(min(self.pools_kept, pools), dim=-1, sorted=False).indices
         chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True) & complete
         seen = F.pad(chosen.repeat_interleave(self.pool, dim=-1), (0, length - pools * self.pool))
         # The query's own incomplete pool is always visible.
         token = torch.arange(length, device=device)
         tail_start = (position + 1) // self.pool * self.pool
         return seen | ((token >= tail_start) & (token <= position))
+
+    def _scores(self, query: Tensor, weights: Tensor, pool_keys: Tensor, first: int) -> Tensor:
+        """``sum_h w_h relu(q_h . key / sqrt(d))``, fp32 ``[B, rows, P]``."""
+        if takes("fused", query) and self.head_dim.bit_count() == 1 and self.head_dim >= 16:
+            from glm_lora.model.kernels.indexer import scores
+
+            each = zip(
+                query.contiguous(), weights.contiguous(), pool_keys.contiguous(), strict=True
+            )
+            return torch.stack([scores(q, w, keys, first, self.pool) for q, w, keys in each])
+        score = torch.matmul(query.float(), pool_keys.float().transpose(-1, -2).unsqueeze(1))
+        score = F.relu(score * self.head_dim**-0.5)
+        return torch.matmul(weights.unsqueeze(-2), score).squeeze(-2)

@@ -6,6 +6,7 @@ rank's tokens; everything behind them sees all tokens and this rank's heads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 
 from glm_lora.arch.projections import Kind
 from glm_lora.arch.spec import ModelSpec
-from glm_lora.model.batch import ModelBatch
+from glm_lora.model.batch import ModelBatch, by_sequence
 from glm_lora.model.collectives import enter_tp, leave_tp
-from glm_lora.model.delta_rule import causal_conv, delta_rule
+from glm_lora.model.delta_rule import causal_conv, delta_rule, fused_delta_rule
+from glm_lora.model.fast import takes
 from glm_lora.model.linear import ProjectionGroup
 from glm_lora.model.norm import gated_rms_norm
 from glm_lora.model.parallel import ParallelContext
@@ -75,19 +77,36 @@ class LinearAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: ModelBatch) -> Tensor:
         """Attend within each sequence of ``batch``."""
-        rows, length = batch.shape
-        heads = (rows, length, self.heads, self.head_dim)
         low = enter_tp(self.low(x), self.ctx, batch.num_tokens)
         mixed = self.qkvb(enter_tp(x, self.ctx, batch.num_tokens))
-        qkv = mixed[:, : 3 * self.width].view(rows, length, 3 * self.width)
-        qkv = F.silu(causal_conv(qkv, self.conv)).to(x.dtype)
-        q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
-        beta = torch.sigmoid(mixed[:, 3 * self.width :]).view(heads[:3])
-        log_decay = self._log_decay(self.f_b(low[:, : self.head_dim]))
-        o = delta_rule(q, k, v, log_decay.view(heads), beta, lower_bound=self.lower_bound)
-        gate = self.g_b(low[:, self.head_dim :]).view(heads)
-        o = gated_rms_norm(o, gate, self.out_norm, self.eps)
+        decay = self.f_b(low[:, : self.head_dim])
+        gate = self.g_b(low[:, self.head_dim :])
+        heads = (batch.num_tokens, self.heads, self.head_dim)
+        q, k, v, beta = self._convolved(mixed, batch)
+        q, k, v, decay = (t.view(heads) for t in (q, k, v, decay))
+        if takes("delta_rule", q) and -5 <= self.lower_bound < 0:
+            gates = (self.log_rate, self.time_bias, self.lower_bound)
+            o = fused_delta_rule(q, k, v, decay, beta, *gates, batch)
+        else:
+            rule = functools.partial(delta_rule, lower_bound=self.lower_bound)
+            log_decay = self._log_decay(decay.flatten(1)).view(heads)
+            o = by_sequence(batch, rule, q, k, v, log_decay, torch.sigmoid(beta))
+        o = gated_rms_norm(o, gate.view(heads), self.out_norm, self.eps)
         return leave_tp(self.out(o.reshape(batch.num_tokens, self.width)), self.ctx)
+
+    def _convolved(self, mixed: Tensor, batch: ModelBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v ``[N, width]`` and beta before its sigmoid ``[N, heads]``."""
+        if takes("fused", mixed):
+            from glm_lora.model.kernels.kda import conv_silu
+
+            return conv_silu(mixed, self.conv, batch.place)
+
+        def conv(x_BLC: Tensor) -> Tensor:
+            return F.silu(causal_conv(x_BLC, self.conv)).to(x_BLC.dtype)
+
+        qkv = by_sequence(batch, conv, mixed[:, : 3 * self.width])
+        q, k, v = qkv.chunk(3, dim=-1)
+        return q, k, v, mixed[:, 3 * self.width :]
 
     def _log_decay(self, f: Tensor) -> Tensor:
         """``lower_bound * sigmoid(exp(A_log) (f + dt_bias))`` in fp32, ``[N, width]``."""

@@ -32,8 +32,8 @@ class Half(nn.Module):
 
     def forward(self, streams: Tensor, batch: ModelBatch) -> Tensor:
         """Read, run the block, write back."""
-        x, post, comb = self.hyper.read(streams)
-        return self.hyper.write(streams, self.block(self.norm(x), batch), post, comb)
+        x, *mixing = self.hyper.read(streams)
+        return self.hyper.write(self.block(self.norm(x), batch), *mixing)
 
 
 class DecoderLayer(nn.Module):

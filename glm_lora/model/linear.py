@@ -152,13 +152,8 @@ class _LoraProduct(torch.autograd.Function):
         *factors: Tensor,
     ) -> Tensor:
         a = _stacked(factors[0::2], scalings).to(x.dtype)
-        y = x @ weight.t()
         z = x @ a.t()
-        start = 0
-        for span, b in zip(spans, factors[1::2], strict=True):
-            stop = start + b.shape[1]
-            y[:, span].addmm_(z[:, start:stop], b.to(x.dtype).t())
-            start = stop
+        y = _with_deltas(x, weight, spans, z, factors[1::2])
         ctx.save_for_backward(x, weight, a, z, *factors[1::2])
         ctx.spans, ctx.scalings = spans, scalings
         return y
@@ -178,8 +173,7 @@ class _LoraProduct(torch.autograd.Function):
         da = (dz.t() @ x).to(torch.float32)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = dy @ weight
-            dx.addmm_(dz, a)
+            dx = (dz @ a).addmm_(dy, weight)
         pairs: list[Tensor] = []
         start = 0
         for db, scaling in zip(out, ctx.scalings, strict=True):
@@ -187,6 +181,25 @@ class _LoraProduct(torch.autograd.Function):
             pairs += [da[start:stop].mul_(scaling), db]
             start = stop
         return dx, None, None, None, *pairs
+
+
+def _with_deltas(
+    x: Tensor, weight: Tensor, spans: Sequence[slice], z: Tensor, bs: Sequence[Tensor]
+) -> Tensor:
+    """``x W^T`` plus ``z_i B_i^T`` on the columns ``spans[i]``, which ascend.
+
+    The deltas come first: the large product then adds them in its last pass, where a small product
+    on top would read and write the whole result once more.
+    """
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    start = done = 0
+    for span, b in zip(spans, bs, strict=True):
+        y[:, done : span.start].zero_()
+        stop = start + b.shape[1]
+        torch.mm(z[:, start:stop], b.to(x.dtype).t(), out=y[:, span])
+        start, done = stop, span.stop
+    y[:, done:].zero_()
+    return y.addmm_(x, weight.t())
 
 
 def _stacked(factors: Sequence[Tensor], scalings: Sequence[float]) -> Tensor:

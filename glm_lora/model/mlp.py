@@ -11,6 +11,7 @@ from glm_lora.arch.projections import Kind
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.model.batch import ModelBatch
 from glm_lora.model.collectives import enter_tp, leave_tp
+from glm_lora.model.fast import takes
 from glm_lora.model.linear import ProjectionGroup
 from glm_lora.model.parallel import ParallelContext
 
@@ -36,6 +37,10 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """``silu(min(gate, limit)) * clamp(up, -limit, limit)``: ``[..., 2 F] -> [..., F]``."""
+    if takes("fused", gate_up):
+        from glm_lora.model.kernels.moe import swiglu
+
+        return swiglu(gate_up, limit)
     return _ClampedSwiGLU.apply(gate_up, limit)  # pyright: ignore[reportReturnType]
 
 

@@ -18,6 +18,7 @@ from glm_lora.arch.spec import ModelSpec
 from glm_lora.model.batch import ModelBatch
 from glm_lora.model.collectives import all_to_all, local_tokens
 from glm_lora.model.experts import grouped_linear
+from glm_lora.model.fast import takes
 from glm_lora.model.mlp import GatedMLP, clamped_swiglu
 from glm_lora.model.parallel import ParallelContext
 
@@ -111,10 +112,29 @@ class MoE(nn.Module):
         if batch.routed_experts is not None:
             given = local_tokens(batch.routed_experts[:, :, self.index].flatten(0, 1), self.ctx)
         weights, chosen = self.router(x, given)
+        if self.ctx.ep_group is None and takes("grouped_mm", x) and takes("fused", x):
+            # Padding is computed too: leaving it out would have to wait for its number.
+            return self._on_device(x, weights, chosen) + self.shared(x, batch)
         if batch.padded or (self.ctx.sequence_parallel and batch.num_tokens % self.ctx.tp_size):
             real = local_tokens(batch.mask_B_L.flatten(), self.ctx)
             chosen = chosen.masked_fill(~real.unsqueeze(-1), self.experts)
         return self._routed(x, weights, chosen) + self.shared(x, batch)
+
+    def _on_device(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """``_routed`` for one rank's experts without asking the device for any number."""
+        from glm_lora.model.kernels.moe import from_experts, swiglu, to_experts
+
+        expert, order = chosen.flatten().to(torch.int16).sort(stable=True)
+        experts = torch.arange(self.experts, dtype=torch.int16, device=x.device)
+        ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=x.device)
+        place = place.view(chosen.shape)
+        token = order // self.top_k
+        gate_up = grouped_linear(to_experts(x, token, place), self.gate_up, ends)
+        # The weight of a row commutes with the last product and is cheaper before it.
+        inner = swiglu(gate_up, self.limit, weights.flatten().gather(0, order))
+        return from_experts(grouped_linear(inner, self.down, ends), token, place)
 
     def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """``sum_k weight_k expert_k(x)``; ``chosen == E`` means none."""
@@ -156,5 +176,9 @@ class MoE(nn.Module):
         return all_to_all(y[back], group, sent, received), order, token
 
     def _compute(self, rows: Tensor, counts: list[int]) -> Tensor:
-        inner = clamped_swiglu(grouped_linear(rows, self.gate_up, counts), self.limit)
-        return grouped_linear(inner, self.down, counts)
+        groups: list[int] | Tensor = counts
+        if rows.shape[0] and takes("grouped_mm", rows):
+            ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            groups = ends.to(rows.device, non_blocking=True)
+        inner = clamped_swiglu(grouped_linear(rows, self.gate_up, groups), self.limit)
+        return grouped_linear(inner, self.down, groups)

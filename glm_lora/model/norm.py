@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from glm_lora.model.fast import takes
 from glm_lora.model.parallel import ParallelContext
 
 
@@ -27,6 +28,10 @@ class RMSNorm(nn.Module):
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of ``x`` over the last axis times ``sigmoid(gate)``, all in fp32; dtype of ``x``."""
+    if takes("fused", x) and x.shape[-1].bit_count() == 1:
+        from glm_lora.model.kernels.kda import gated_norm
+
+        return gated_norm(x, gate, weight, eps)
     normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * torch.sigmoid(gate.float())).to(x.dtype)
 

@@ -46,6 +46,7 @@ def run_microbatches(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    entropy_gradient: bool = True,
 ) -> list[MicrobatchOutput]:
     """Run every micro-batch and accumulate adapter gradients.
 
@@ -60,13 +61,16 @@ def run_microbatches(
         forward_only: No loss and no gradient.
         temperature: Divides the logits.
         with_entropy: Pass entropies to ``loss_fn``.
+        entropy_gradient: Those entropies have a gradient.
 
     Returns:
         One output per micro-batch on the last stage; an empty list elsewhere.
     """
 
     def score(i: int, hidden: Tensor) -> tuple[Tensor, MicrobatchOutput]:
-        logprobs, entropy = stage.token_logprobs(hidden, batches[i], temperature, with_entropy)
+        logprobs, entropy = stage.token_logprobs(
+            hidden, batches[i], temperature, with_entropy, entropy_gradient
+        )
         if forward_only:
             loss = logprobs.new_zeros(())
         else:

@@ -100,6 +100,7 @@ class Stage(nn.Module):
         batch: ModelBatch,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        entropy_gradient: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability of each next token given those before it.
 
@@ -108,10 +109,12 @@ class Stage(nn.Module):
             batch: The same micro-batch.
             temperature: Divides the logits.
             with_entropy: Also return the entropy of each next-token distribution, in nats.
+            entropy_gradient: The entropy has a gradient.
 
         Returns:
             fp32 ``[B, L - 1]`` (column t is token t + 1) and the entropies or None; zero where the
-            next token is padding or not wanted. Every tensor-parallel rank gets the same.
+            next token is padding or not wanted. One row per sequence for a packed batch too. Every
+            tensor-parallel rank gets the same.
         """
         full = enter_tp(hidden, self.ctx, batch.num_tokens)
         rows, length = batch.shape
@@ -127,6 +130,7 @@ class Stage(nn.Module):
             targets,
             temperature=temperature,
             with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
             group=self.ctx.tp_group,
             first=self.first_token,
         )
@@ -136,10 +140,11 @@ class Stage(nn.Module):
 
     @staticmethod
     def _placed(values: Tensor, batch: ModelBatch) -> Tensor:
-        rows, length = batch.shape
+        rows, length = batch.score_shape
         if batch.next_rows is None:
             return values.view(rows, length - 1)
-        out = values.new_zeros(rows * length).index_copy(0, batch.next_rows, values)
+        places = batch.next_rows if batch.packing is None else batch.packing.score_places
+        out = values.new_zeros(rows * length).index_copy(0, places, values)
         return out.view(rows, length)[:, :-1]
 
     def streams_shape(self, batch: ModelBatch) -> tuple[int, int, int]:

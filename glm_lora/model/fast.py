@@ -1,0 +1,87 @@
+"""Which parts run on fused CUDA kernels, and why the others do not.
+
+Every fast path computes what the plain torch code next to it computes; that code is its reference
+and its fallback. A path is taken for bfloat16 CUDA tensors when the packages it needs are there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Path = Literal["delta_rule", "fused", "grouped_mm"]
+"""KDA's sequence kernel, the elementwise and per-token Triton kernels, the experts' products."""
+
+_PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Run the plain torch code on every device inside this block (forward and backward)."""
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
+
+
+def takes(path: Path, x: Tensor) -> bool:
+    """Whether the fast ``path`` is taken for ``x``; says so once in the log where it cannot be."""
+    if x.device.type != "cuda" or x.dtype is not torch.bfloat16 or _PLAIN.get():
+        return False
+    return missing(path) is None
+
+
+@functools.cache
+def missing(path: Path) -> str | None:
+    """Why ``path`` cannot be taken on a CUDA device; None when it can."""
+    reason = _reason(path)
+    if reason is not None and torch.cuda.is_available():
+        log.warning("%s runs as plain torch code: %s", path, reason)
+    return reason
+
+
+def _reason(path: Path) -> str | None:
+    if path == "grouped_mm":
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+            return "grouped_mm needs compute capability 8.0"
+        return None
+    try:
+        importlib.import_module("triton")
+        if path == "delta_rule":
+            importlib.import_module("fla.ops.kda")
+    except (ImportError, OSError, RuntimeError) as error:
+        # A broken installation (missing driver or compiler) counts as none.
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def active_paths() -> dict[str, str]:
+    """For each part of the model, what computes it on a bfloat16 CUDA tensor of this machine."""
+    if not torch.cuda.is_available():
+        return dict.fromkeys(_PARTS, "torch (no CUDA device)")
+    return {
+        part: kernel if (reason := missing(path)) is None else f"torch ({reason})"
+        for part, (path, kernel) in _PARTS.items()
+    }
+
+
+_PARTS: dict[str, tuple[Path, str]] = {
+    "KDA delta rule": ("delta_rule", "flash-linear-attention chunk_kda"),
+    "KDA convolution and gated norm": ("fused", "triton"),
+    "hyper-connections": ("fused", "triton"),
+    "routed experts": ("grouped_mm", "torch grouped_mm"),
+    "SwiGLU, dispatch and combine": ("fused", "triton"),
+    "indexer scores": ("fused", "triton"),
+    "log-probabilities": ("fused", "triton"),
+}

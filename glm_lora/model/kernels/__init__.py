@@ -1,0 +1,1 @@
+"""Triton kernels behind the CUDA paths; imported only where ``glm_lora.model.fast`` allows it."""
