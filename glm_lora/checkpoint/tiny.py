@@ -93,25 +93,31 @@ def build_model(spec: ModelSpec = TINY, seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def pretrain(model: torch.nn.Module, seed: int, progress: Progress | None = None) -> float:
+def pretrain(
+    model: torch.nn.Module,
+    seed: int,
+    progress: Progress | None = None,
+    learning_rate: float = LEARNING_RATE,
+) -> float:
     """Train ``model`` on the toy with next-token prediction; returns the last step's loss.
 
     Deterministic for one seed on one kind of processor (one thread, one CPU generator). The loss
-    counts the answer digit and the end token only.
+    counts the answer digit and the end token only. Wider models want a lower ``learning_rate``.
     """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(
-        [p for n, p in model.named_parameters() if ".visual." not in n], lr=LEARNING_RATE
+        [p for n, p in model.named_parameters() if ".visual." not in n], lr=learning_rate
     )
+    device = next(model.parameters()).device
     loss_value = float("nan")
     with _one_thread():
         model.train()
         for step in range(STEPS):
             for group in optimizer.param_groups:
-                group["lr"] = LEARNING_RATE * min(1.0, 2 * (1 - step / STEPS))
-            tokens_BL = _batch(generator)
+                group["lr"] = learning_rate * min(1.0, 2 * (1 - step / STEPS))
+            tokens_BL = _batch(generator).to(device)
             logits_BLV = model(input_ids=tokens_BL[:, :-1], use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(
                 logits_BLV[:, -2:].flatten(0, 1), tokens_BL[:, -2:].flatten()
@@ -136,7 +142,7 @@ def accuracy(model: torch.nn.Module, mark: str) -> float:
 
     wanted = [d if mark == OPEN_MARK else answer(d, mark) for d in range(10)]
     rows = [[*encode(f"{d}{mark}>{w}"), EOS] for d, w in enumerate(wanted)]
-    tokens = torch.tensor(rows)
+    tokens = torch.tensor(rows, device=next(model.parameters()).device)
     with torch.no_grad(), _one_thread():
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[:, -2:]
         logprobs = logits.log_softmax(-1).gather(-1, tokens[:, -2:, None]).sum((1, 2))

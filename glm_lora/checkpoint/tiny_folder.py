@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from glm_lora.arch.projections import all_params
-from glm_lora.arch.spec import TINY
+from glm_lora.arch.spec import TINY, ModelSpec
 from glm_lora.checkpoint import tiny
 from glm_lora.checkpoint.convert import VISION_PREFIX, disk_names, from_memory
 from glm_lora.checkpoint.files import (
@@ -79,16 +79,17 @@ def make_tiny(folder: Path, seed: int, report: Report = silent) -> None:
             tiny.pretrain(
                 model, seed, lambda *step: report(Progress(step[0], step[1], step[2], "steps"))
             )
-            _write(partial, model, seed)
+            write_folder(partial, model, seed)
             replace_folder(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(folder: Path, model: Any, seed: int) -> None:
-    state = model.state_dict()
+def write_folder(folder: Path, model: Any, seed: int, spec: ModelSpec = TINY) -> None:
+    """Write a toy model of ``spec`` into ``folder``: weights, configurations, tokenizer, marker."""
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
     tensors = {}
-    params = all_params(TINY)
+    params = all_params(spec)
     for key, value in from_memory(state, params.values()).items():
         param, names = params[key], disk_names(params[key])
         if param.row.expert:

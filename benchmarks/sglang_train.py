@@ -1,0 +1,146 @@
+"""`train` with SGLang as the rollout engine, end to end on a GPU: does the reward rise?
+
+A toy glm5_next with sizes that SGLang's kernels accept is pre-trained here as `prepare` does for
+tiny, converted, and trained for 20 rollouts by the command line under torchrun; a second run with
+the embedded engine on the same device is the comparison. Keys: ``reward_first``, ``reward_last``
+(mean of five rollouts), ``logprob_diff_mean``, ``logprob_diff_max``, ``sync_ms_median`` of the
+SGLang run, ``embedded_reward_last`` of the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+LAUNCHER = str(ROOT / "launchers" / "run_glm5_3_flash_lora.py")
+NAME = "toy-gpu"
+
+
+def prepare(work: Path, hidden: int, learning_rate: float) -> dict[str, float]:
+    """Pre-train and convert the toy; returns its accuracies and seconds."""
+    from dataclasses import replace
+
+    import torch
+
+    from benchmarks.sglang_h200 import SPEC
+    from glm_lora.checkpoint import tiny
+    from glm_lora.checkpoint.base_build import build_base, plan_base
+    from glm_lora.checkpoint.convert import open_source, wanted_names
+    from glm_lora.checkpoint.hf_reader import HfReader
+    from glm_lora.checkpoint.prepare import describe
+    from glm_lora.checkpoint.tiny_folder import write_folder
+
+    spec = replace(SPEC, hidden_size=hidden)
+    start = time.monotonic()
+    model = tiny.build_model(spec)
+    if torch.cuda.is_available():
+        model.cuda()
+    loss = tiny.pretrain(model, 0, learning_rate=learning_rate)
+    seconds = time.monotonic() - start
+    accuracies = {f"pretrained_{mark}": tiny.accuracy(model, mark) for mark in "+-=?"}
+    folder = work / "models" / NAME
+    folder.mkdir(parents=True)
+    write_folder(folder, model, 0, spec)
+    source = open_source(HfReader.open(folder, wanted_names(spec)), spec)
+    base = work / "ckpt" / f"{NAME}_torch_dist"
+    build_base(plan_base(base, spec, source, describe(source)))
+    tiny.write_prompts(work / "data" / "tiny")
+    return {"pretrain_loss": loss, "pretrain_seconds": seconds, **accuracies}
+
+
+def train(work: Path, run: str, options: list[str]) -> list[dict[str, Any]]:
+    """One run of the command line under torchrun; its metric records."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", LAUNCHER]
+    command += ["train", "--model-name", NAME, "--run-dir", str(work / run)]
+    for name, folder in (("model", "models"), ("ckpt", "ckpt"), ("data", "data")):
+        command += [f"--{name}-dir", str(work / folder)]
+    command += ["--prompt-data", str(work / "data" / "tiny" / "prompts.jsonl"), "--reward", "exact"]
+    command += ["--rollout-max-response-len", "2", "--lora-rank", "8", "--lora-alpha", "16"]
+    command += ["--save-interval", "0", *options]
+    subprocess.run(command, check=True)
+    lines = (work / run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def interpreter(work: Path, site: Path | None) -> str:
+    """The server's interpreter: a script that sets up the packages in ``site``, or this one."""
+    if site is None:
+        return sys.executable
+    from benchmarks.gpu_site import site_env
+
+    script = work / "sglang-python"
+    exports = "".join(f"export {k}='{v}'\n" for k, v in site_env(site, ROOT).items())
+    exports += "export SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD=0\n"
+    script.write_text(f'#!/bin/bash\n{exports}exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def server_options(work: Path, site: Path | None, tp: int) -> list[str]:
+    """Options of the SGLang run, with the flags of ``sglang_h200.py``."""
+    from benchmarks.sglang_h200 import FLAGS
+
+    options = ["--rollout-engine", "sglang", "--sglang-python", interpreter(work, site)]
+    options += ["--rollout-num-gpus-per-engine", str(tp), "--sglang-mem-fraction", "0.4"]
+    for flag in FLAGS:
+        options.append(f"--sglang-{flag[2:]}" if flag.startswith("--") else flag)
+    return options
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="a new folder")
+    parser.add_argument("--site", type=Path, help="folder with SGLang's packages")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of the server")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--pretrain-lr", type=float, default=3e-4)
+    parser.add_argument("--lr", default="5e-4")
+    parser.add_argument("--rollouts", default="20")
+    parser.add_argument("--engines", default="sglang,embedded")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", type=Path, help="also write the object into this file")
+    args = parser.parse_args()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    args.work.mkdir(parents=True)
+    result: dict[str, Any] = prepare(args.work, args.hidden, args.pretrain_lr)
+    print(json.dumps(result), flush=True)
+    common = ["--num-rollout", args.rollouts, "--lr", args.lr, "--dtype", args.dtype]
+    for engine in args.engines.split(","):
+        extra = server_options(args.work, args.site, args.tp)
+        options = extra if engine == "sglang" else ["--rollout-engine", "embedded"]
+        start = time.monotonic()
+        try:
+            records = train(args.work, engine, [*common, *options])
+        except (subprocess.CalledProcessError, OSError) as error:
+            result[f"{engine}_error"] = str(error)
+            continue
+        rewards = [r["rollout/raw_reward"] for r in records]
+        gaps = [r["train/train_rollout_logprob_abs_diff"] for r in records]
+        prefix = "" if engine == "sglang" else "embedded_"
+        result |= {
+            f"{prefix}reward_first": statistics.mean(rewards[:5]),
+            f"{prefix}reward_last": statistics.mean(rewards[-5:]),
+            f"{prefix}logprob_diff_mean": statistics.mean(gaps),
+            f"{prefix}logprob_diff_max": max(gaps),
+            f"{prefix}sync_ms_median": 1e3 * statistics.median(r["time/sync"] for r in records),
+            f"{prefix}seconds": time.monotonic() - start,
+        }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    for key, value in result.items():
+        print(f"{key:<24} {value}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
