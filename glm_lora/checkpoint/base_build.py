@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import ModelSpec
@@ -172,11 +171,8 @@ def _write_parts(plan: BasePlan, mine: tuple[Part, ...], workers: int, report: R
     counter = _ByteCounter(total - sum(p.nbytes for p in left), total, report)
     params = all_params(plan.spec)
     threads = min(worker_count(workers), max(1, len(left)))
-    intra_op, checked = torch.get_num_threads(), get_crc32_options()
+    intra_op = torch.get_num_threads()
     torch.set_num_threads(1)
-    # The manifest has a sha256 of every tensor; computing the CRC too would take longer than all
-    # the rest.
-    set_crc32_options(False)
     try:
         with ThreadPoolExecutor(threads) as pool:
             # Largest first, so that no thread is left alone with a large one at the end.
@@ -195,7 +191,6 @@ def _write_parts(plan: BasePlan, mine: tuple[Part, ...], workers: int, report: R
                 raise
     finally:
         torch.set_num_threads(intra_op)
-        set_crc32_options(checked)
 
 
 class _Interrupted(Exception):

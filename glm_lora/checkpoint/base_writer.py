@@ -11,12 +11,17 @@ tracker file come last. The files are what ``torch.distributed.checkpoint`` writ
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
+import struct
+import threading
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,12 +34,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from glm_lora.arch.projections import Param
 from glm_lora.checkpoint.files import write_atomic
 from glm_lora.errors import CheckpointError
 from glm_lora.fingerprint import TensorRecord, tensor_bytes
 
+_CRC_OPTION = threading.Lock()
+"""The option is one for the whole process."""
 CHUNK_BYTES = 16 * 2**20
 PART_BYTES = 512 * 2**20
 READ_AHEAD = 2
@@ -105,7 +113,10 @@ def write_part(
             for start, value in _chunks(param, source, pool):
                 hashing = pool.submit(digest.update, tensor_bytes(value))
                 offset = file.tell()
-                torch.save(value, file)
+                before, behind = record_frame(value.dtype, tuple(value.shape))
+                file.write(before)
+                file.write(tensor_bytes(value))
+                file.write(behind)
                 chunks.append([start, list(value.shape), offset, file.tell() - offset])
                 hashing.result()
                 wrote(value.nbytes)
@@ -125,6 +136,31 @@ def write_part(
     temporary.replace(path)
     sidecar = {"file": path.name, "size": size, "tensors": tensors}
     write_atomic(folder / part.sidecar_name, json.dumps(sidecar))
+
+
+@lru_cache(maxsize=1024)
+def record_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """What ``torch.save`` writes before and behind the data of such a tensor.
+
+    The record is an uncompressed zip archive whose other members depend on dtype and shape alone
+    (the CRC fields are left zero: the manifest has a sha256 of every tensor). Writing the data
+    between the two is the same file without a copy of the data inside Python.
+    """
+    stream = io.BytesIO()
+    with _CRC_OPTION:
+        checked = get_crc32_options()
+        set_crc32_options(False)
+        try:
+            torch.save(torch.empty(shape, dtype=dtype), stream)
+        finally:
+            set_crc32_options(checked)
+    raw = stream.getvalue()
+    with zipfile.ZipFile(stream) as archive:
+        (data,) = (i for i in archive.infolist() if i.filename.endswith("/data/0"))
+    # A local file header has 30 fixed bytes, then the name and the padding, whose lengths end it.
+    lengths = struct.unpack("<HH", raw[data.header_offset + 26 : data.header_offset + 30])
+    start = data.header_offset + 30 + sum(lengths)
+    return raw[:start], raw[start + data.file_size :]
 
 
 def _chunks(

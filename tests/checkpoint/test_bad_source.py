@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.synthetic_checkpoint import write_checkpoint
 from glm_lora.checkpoint.hf_reader import INDEX_FILE
@@ -212,7 +211,7 @@ def test_disk_full_in_the_middle(tmp_path: Path, hf: Path, monkeypatch: pytest.M
     def no_space(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", no_space)
+    monkeypatch.setattr("glm_lora.checkpoint.base_writer.record_frame", no_space)
     with pytest.raises(CheckpointError, match=r"the disk of .*base is full.*parts are kept"):
         prepare(case(tmp_path, hf))
     monkeypatch.undo()

@@ -1,0 +1,73 @@
+"""A manifest that was damaged or edited is refused, with the way out."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm_lora.arch.spec import TINY
+from glm_lora.checkpoint.base_build import build_base, plan_base
+from glm_lora.checkpoint.manifest import MANIFEST, check_base, read_manifest
+from glm_lora.checkpoint.random_init import RandomSource
+from glm_lora.checkpoint.torch_dist import RELEASE
+from glm_lora.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "base"
+    source = RandomSource(0)
+    build_base(plan_base(folder, TINY, source, source.describe()))
+    return folder
+
+
+@pytest.fixture
+def base(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "base"))
+
+
+def test_what_it_says(base: Path) -> None:
+    manifest = read_manifest(base)
+    assert manifest.spec == TINY and manifest.source["seed"] == 0
+    assert set(manifest.made_with) == {"glm-lora", "torch"}
+    assert manifest.files == {p.name: p.stat().st_size for p in (base / RELEASE).glob("*.distcp")}
+    assert check_base(base, TINY) == manifest
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a hash": (lambda m: m["tensors"][3].__setitem__(3, "0" * 64), "its own fingerprint.*--force"),
+    "a shape": (lambda m: m["tensors"][3][2].append(1), "its own fingerprint"),
+    "a tensor left out": (lambda m: m["tensors"].pop(), "its own fingerprint"),
+    "another version": (lambda m: m.update(schema=99), "schema version 99; expected 1"),
+    "no files": (lambda m: m.pop("files"), "cannot be used: KeyError"),
+    "an unknown field": (lambda m: m["spec"].update(odd=1), "cannot be used: TypeError"),
+    "a file too many": (lambda m: m["files"].update(x=3), "release/x is missing; expected 3 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits(base: Path, name: str) -> None:
+    edit, message = EDITS[name]
+    path = base / RELEASE / MANIFEST
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        check_base(base, TINY)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
+def test_no_json(base: Path, text: str) -> None:
+    (base / RELEASE / MANIFEST).write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be used.*--force"):
+        check_base(base, TINY)
+
+
+def test_missing(base: Path) -> None:
+    (base / RELEASE / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json does not exist"):
+        check_base(base, TINY)
