@@ -62,6 +62,7 @@ class Topology:
     pipeline_layers: tuple[int, ...] = ()
     recompute: str = "none"
     spec: ModelSpec = MIXED
+    dtype: torch.dtype = torch.float32
     breakage: str = ""
     """A rule to break on purpose."""
 
@@ -91,7 +92,7 @@ class Result:
 def train(topology: Topology, ctx: ParallelContext) -> Result:
     """Six AdamW steps; the samples are dealt to the data-parallel ranks in turn."""
     spec = topology.spec
-    stage = build_stage(spec, ctx, dtype=torch.float32, recompute=topology.recompute)  # pyright: ignore
+    stage = build_stage(spec, ctx, dtype=topology.dtype, recompute=topology.recompute)  # pyright: ignore
     load(stage, random_base(spec))
     selection = everything(spec)
     adapters = attach_adapters(stage, selection, seed=1)
@@ -104,8 +105,11 @@ def train(topology: Topology, ctx: ParallelContext) -> Result:
     busiest = math.ceil(len(sequences) / ctx.dp_size)
     most = math.ceil(busiest / SAMPLES_PER_BATCH)
     batches_of += [[]] * (most - len(batches_of))
-    batches = [collate([sequences[s] for s in chosen]) for chosen in batches_of]
-    weights = {s: torch.sin(torch.arange(LENGTHS[s] - 1) + s) for s in range(len(sequences))}
+    batches = [collate([sequences[s] for s in b], device=ctx.device) for b in batches_of]
+    weights = {
+        s: torch.sin(torch.arange(LENGTHS[s] - 1, device=ctx.device) + s)
+        for s in range(len(sequences))
+    }
     tokens = sum(n - 1 for n in LENGTHS)
 
     def loss_fn(i, logprobs, entropy):
@@ -144,7 +148,7 @@ def train(topology: Topology, ctx: ParallelContext) -> Result:
 def share(result, outputs, batches_of, ctx):
     """Sum the loss and collect each sample's log-probabilities over the last stages."""
     own = {
-        s: out.logprobs[row, : LENGTHS[s] - 1]
+        s: out.logprobs[row, : LENGTHS[s] - 1].cpu()
         for out, chosen in zip(outputs, batches_of, strict=False)
         for row, s in enumerate(chosen)
     }
