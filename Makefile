@@ -7,14 +7,14 @@ RUN := $(BIN)/python launchers/run_glm5_3_flash_lora.py
 # One thread: the tiny model is too small to share between threads.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-slow test-gpu lint format check-types check-imports sglang-env clean
+.PHONY: quickstart test test-slow test-gpu lint format docs check-types check-imports sglang-env clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,docs]'
 	touch $(STAMP)
 
 quickstart: $(STAMP)
@@ -38,6 +38,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, in build/site; a dead link is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # SGLang pins other versions of torch and transformers, so it lives in an environment of its own.
 sglang-env: .venv-sglang/.installed
