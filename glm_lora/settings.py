@@ -137,9 +137,10 @@ def resolve_train(
         "rollout": {"prompt_data": _default_prompts(name, data)},
     }
     if not tiny:
+        stages = values.get("parallel", {}).get("pipeline_model_parallel_size", 1)
         defaults["parallel"] = {
             "tensor_model_parallel_size": min(8, gpus),
-            "expert_model_parallel_size": nodes * gpus,
+            "expert_model_parallel_size": max(1, nodes * gpus // stages),
         }
         defaults["sglang"] = _recipe_engines(name, values, nodes * gpus)
     values = {**values, "selection": selection_values(values.get("selection", {}))}
@@ -176,14 +177,6 @@ def _default_prompts(name: str, data: Path) -> tuple[str, ...]:
 
 
 def _check_shape(config: TrainConfig) -> None:
-    parallel = config.parallel
-    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    if config.world_size % model_ranks:
-        raise ConfigError(
-            f"{config.world_size} ranks do not divide into tensor x pipeline parallel groups of "
-            f"{model_ranks}",
-            f"a multiple of {model_ranks} ranks (num_nodes x num_gpus_per_node)",
-        )
     if config.launcher == "inline" and config.world_size != 1:
         raise ConfigError(
             f"--launcher inline with {config.world_size} ranks",

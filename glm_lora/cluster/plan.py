@@ -7,6 +7,7 @@ from typing import Any
 
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.config import TrainConfig
+from glm_lora.model.plan import MemoryPlan, check_topology, plan_memory
 from glm_lora.settings import spec_of
 from glm_lora.targets.resolve import Resolution, resolve
 from glm_lora.targets.selection import Selection
@@ -23,6 +24,18 @@ class Plan:
     """What identifies the base; ``fingerprint`` among it."""
 
     @property
+    def memory(self) -> MemoryPlan:
+        """Memory of the trainer's fullest rank."""
+        size = 2 if self.config.dtype == "bfloat16" else 4
+        return plan_memory(
+            self.spec,
+            self.selection,
+            self.config.parallel,
+            self.config.world_size,
+            bytes_per_value=size,
+        )
+
+    @property
     def selection(self) -> Selection:
         """What is trained."""
         return self.resolution.selection
@@ -36,6 +49,7 @@ def plan(config: TrainConfig) -> Plan:
     """
     spec = spec_of(config.model_name, config.hf_checkpoint)
     resolution = resolve(spec, config.model_name, config.selection)
+    check_topology(spec, config.parallel, config.world_size)
     from glm_lora.rollout.engine import check_engine
 
     check_engine(config)

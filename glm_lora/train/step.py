@@ -21,7 +21,7 @@ from torch import Tensor
 from glm_lora.config import TrainConfig
 from glm_lora.errors import TrainingError
 from glm_lora.lora.state import AdapterSet
-from glm_lora.model.batch import ModelBatch, collate
+from glm_lora.model.batch import ModelBatch, collate, distinct, pack
 from glm_lora.model.parallel import ParallelContext
 from glm_lora.model.schedule import run_microbatches
 from glm_lora.model.stage import Stage
@@ -48,12 +48,28 @@ def plan_for(lengths: Sequence[int], context: ParallelContext, max_tokens: int) 
     Ranks with fewer run empty ones, because expert and pipeline collectives pair up by number.
     """
     shares = [
-        micro_batches(indices, lengths, max_tokens)
+        micro_batches(indices, lengths, max_tokens, padded=not packs(context))
         for indices in assign_ranks(lengths, context.dp_size)
     ]
     count = max(len(share) for share in shares)
     mine = [tuple(indices) for indices in shares[context.dp_rank]]
     return Plan(tuple(mine + [()] * (count - len(mine))))
+
+
+def packs(context: ParallelContext) -> bool:
+    """Whether micro-batches are packed: the CUDA kernels take sequences behind each other."""
+    return context.device.type == "cuda"
+
+
+def model_batch(
+    context: ParallelContext,
+    sequences: Sequence[Sequence[int]],
+    routed_experts: Sequence[np.ndarray | None] | None = None,
+    wanted: Sequence[Sequence[bool]] | None = None,
+) -> ModelBatch:
+    """One micro-batch on the rank's device, packed or padded."""
+    build = pack if packs(context) else collate
+    return build(sequences, routed_experts=routed_experts, wanted=wanted, device=context.device)
 
 
 def sequence_logprobs(
@@ -72,10 +88,10 @@ def sequence_logprobs(
     """
     plan = plan_for([len(s) for s in sequences], context, max_tokens)
     batches = [
-        collate(
+        model_batch(
+            context,
             [sequences[i] for i in indices],
-            routed_experts=routed_experts and [routed_experts[i] for i in indices],
-            device=context.device,
+            routed_experts and [routed_experts[i] for i in indices],
         )
         for indices in plan.micro_batches
     ]
@@ -205,20 +221,29 @@ class Updater:
         """One forward, backward and AdamW step; the log-probabilities are those before it."""
         algorithm = self.config.algorithm
         denominator = loss_denominator(batch.samples, algorithm.loss_aggregation)
+        equal = self._equal_samples(batch.samples)
         plan = plan_for(
-            [s.num_tokens for s in batch.samples],
+            [batch.samples[group[0]].num_tokens for group in equal],
             self.context,
             self.config.parallel.max_tokens_per_gpu,
         )
-        micro = [[batch.samples[i] for i in indices] for indices in plan.micro_batches]
-        batches = [self._collate(samples) for samples in micro]
+        batches = [
+            self._batch([batch.samples[equal[g][0]] for g in groups])
+            for groups in plan.micro_batches
+        ]
         found: dict[int, np.ndarray] = {}
         totals: dict[str, Tensor] = {}
 
         def loss(number: int, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-            samples, indices = micro[number], plan.micro_batches[number]
-            if not samples:
+            groups = [equal[g] for g in plan.micro_batches[number]]
+            indices = [i for group in groups for i in group]
+            if not indices:
                 return logprobs.sum() * 0.0
+            samples = [batch.samples[i] for i in indices]
+            if len(indices) > len(groups):
+                row_of = [row for row, group in enumerate(groups) for _ in group]
+                logprobs = logprobs[row_of]
+                entropy = None if entropy is None else entropy[row_of]
             tensors = ResponseTensors(samples, (logprobs.shape[0], logprobs.shape[1]))
             values = logprobs.detach().float().cpu().numpy()
             for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
@@ -257,11 +282,27 @@ class Updater:
         metrics["train/grad_norm"] = self._apply(metrics)
         return gather_by_index(found, len(batch.samples), self.context), metrics
 
-    def _collate(self, samples: Sequence[TrainSample]) -> ModelBatch:
-        return collate(
+    def _equal_samples(self, samples: Sequence[TrainSample]) -> list[list[int]]:
+        """Indices of samples by equal tokens: short answers repeat, and each is run once.
+
+        With dropout or replayed experts equal tokens do not mean equal results.
+        """
+        routed = any(s.routed_experts is not None for s in samples)
+        if routed or self.adapters.selection.dropout > 0:
+            return [[i] for i in range(len(samples))]
+        # The split between prompt and response counts too: it decides which tokens are wanted.
+        _, places = distinct([(len(s.prompt_ids), *s.prompt_ids, *s.response_ids) for s in samples])
+        groups: list[list[int]] = [[] for _ in range(max(places) + 1)]
+        for index, place in enumerate(places):
+            groups[place].append(index)
+        return groups
+
+    def _batch(self, samples: Sequence[TrainSample]) -> ModelBatch:
+        return model_batch(
+            self.context,
             [(*s.prompt_ids, *s.response_ids) for s in samples],
-            routed_experts=_routed(samples),
-            device=self.context.device,
+            _routed(samples),
+            [[False] * len(s.prompt_ids) + [True] * len(s.response_ids) for s in samples],
         )
 
     def _reduce(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
