@@ -224,13 +224,18 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
     ] = False,
+    log_format: Annotated[
+        str, typer.Option(help="text, or json: one object per line on stdout, for machines.")
+    ] = "text",
     sglang_flags: Annotated[list[str] | None, typer.Option("--sglang-flags", hidden=True)] = None,
     **given: Any,
 ) -> None:
     """Train an adapter: sample, score, train, sync, until the last rollout."""
     from glm_lora.cluster.plan import plan
-    from glm_lora.report.console import ConsoleListener
+    from glm_lora.report.console import ConsoleListener, JsonListener
 
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format {log_format}", "text or json")
     values = collect(TrainConfig, given)
     if sglang_flags:
         values.setdefault("sglang", {})["sglang_flags"] = sglang_flags
@@ -255,7 +260,7 @@ def train(
         raise ConfigError("--resume without --run-dir", "the folder of the run to continue")
     checked = plan(config)
     leading = world is None or world[0] == 0
-    if leading:
+    if leading and (log_format == "text" or dry_run):
         _announce(checked)
     if dry_run:
         from glm_lora.cluster.dry_run import describe
@@ -265,6 +270,12 @@ def train(
         return
     from glm_lora.cluster.driver import train as run_training
 
+    if log_format == "json":
+        log = JsonListener(typer.echo if leading else lambda line: None)
+        folder = run_training(checked, log, resume=resume, force=force)
+        if folder is not None:
+            log.event("finished", run_dir=str(folder.path))
+        return
     console = out if leading else Console(quiet=True)
     with ConsoleListener(console, 0, config.rollout.num_rollout) as listener:
         folder = run_training(checked, listener, resume=resume, force=force)
@@ -272,6 +283,7 @@ def train(
         out.print(f"run folder  {folder.path}", soft_wrap=True)
         out.print(f"metrics     {folder.metrics}", soft_wrap=True)
         out.print(f"adapter     {folder.adapter}", soft_wrap=True)
+        out.print(f"report      {folder.path / 'report.html'}", soft_wrap=True)
 
 
 @app.command()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich import filesize
 from rich.console import Console
@@ -21,6 +22,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 from glm_lora.checkpoint.progress import Progress, Report
+from glm_lora.report.sinks import jsonable
 
 
 @contextlib.contextmanager
@@ -141,4 +143,31 @@ class ConsoleListener:
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(text, soft_wrap=True)
+        self._progress.console.print(text, soft_wrap=True, markup=False)
+
+
+class JsonListener:
+    """One JSON object per line, for machines.
+
+    Args:
+        write: Takes one line.
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+
+    def event(self, event: str, **facts: Any) -> None:
+        """Say that something happened."""
+        self._write(json.dumps({"event": event, **facts}, allow_nan=False))
+
+    def phase(self, name: str) -> None:
+        """Say that a phase begins."""
+        self.event("phase", name=name)
+
+    def rollout(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Give all metrics of the rollout."""
+        self.event("rollout", step=step, metrics={k: jsonable(v) for k, v in metrics.items()})
+
+    def note(self, text: str) -> None:
+        """Give the note."""
+        self.event("note", text=text)

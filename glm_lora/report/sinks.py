@@ -29,7 +29,8 @@ class MetricSink(Protocol):
         ...
 
 
-def _jsonable(value: float) -> float | str:
+def jsonable(value: float) -> float | str:
+    """A metric as JSON can spell it."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -48,7 +49,7 @@ class JsonlSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
-        record = {STEP_KEY: step, **{k: _jsonable(v) for k, v in metrics.items()}}
+        record = {STEP_KEY: step, **{k: jsonable(v) for k, v in metrics.items()}}
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record, allow_nan=False) + "\n")
 

@@ -1,0 +1,49 @@
+"""What is said while a run goes on, for people and for machines."""
+
+import io
+import json
+
+from rich.console import Console
+
+from glm_lora.cli import main
+from glm_lora.report.console import ConsoleListener, JsonListener
+from glm_lora.report.sinks import JsonlSink
+from tests.prepared import folders
+
+METRICS = {"rollout/raw_reward": 0.5, "train/grad_norm": float("nan"), "time/rollout": 1.25}
+
+
+def test_without_a_terminal_one_plain_line_per_rollout():
+    text = io.StringIO()
+    with ConsoleListener(Console(file=text, force_terminal=False), 0, 2) as listener:
+        listener.phase("sample")
+        listener.rollout(0, METRICS)
+        listener.note("[bold]not markup[/bold]")
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 2 and "\x1b" not in text.getvalue()
+    assert lines[1] == "[bold]not markup[/bold]"
+    assert lines[0] == "rollout    0  reward 0.500  grad norm nan  s 1.25"
+
+
+def test_json_lines_hold_what_metrics_jsonl_holds(tmp_path):
+    lines: list[str] = []
+    listener = JsonListener(lines.append)
+    listener.phase("train")
+    listener.rollout(3, METRICS)
+    listener.note("a\nb")
+    events = [json.loads(line) for line in lines]
+    assert [event["event"] for event in events] == ["phase", "rollout", "note"]
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log(3, METRICS)
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert {"rollout/step": 3, **events[1]["metrics"]} == written
+
+
+def test_the_command_prints_nothing_but_json(tiny_root, tmp_path, capfd):
+    arguments = ["train", "--model-name", "tiny", "--launcher", "inline", "--num-rollout", "2"]
+    arguments += ["--run-dir", str(tmp_path / "run"), "--log-format", "json"]
+    assert main([*arguments, *folders(tiny_root)]) == 0
+    events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [e["step"] for e in events if e["event"] == "rollout"] == [0, 1]
+    assert events[-1] == {"event": "finished", "run_dir": str(tmp_path / "run")}
+    assert main([*arguments[:-1], "yaml", *folders(tiny_root)]) == 2
