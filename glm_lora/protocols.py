@@ -199,6 +199,14 @@ class Trainer(Protocol):
         """Write adapter, optimizer and generators, and the driver's own ``extra`` (JSON values)."""
         ...
 
+    def begin_save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """As ``save``, but written while the trainer goes on; ``finish_save`` waits for it."""
+        ...
+
+    def finish_save(self) -> Mapping[str, float]:
+        """Wait for ``begin_save``; its seconds and bytes. CheckpointError when it failed."""
+        ...
+
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Continue exactly from what ``save`` wrote, at any topology; returns ``extra``."""
         ...

@@ -192,7 +192,21 @@ def save_tensors(folder: Path, tensors: Mapping[str, Any], common: Mapping[str, 
     dist_checkpointing.save({**common, **tensors}, str(folder), sharded_strategy=_save_strategy())
 
 
-def _save_strategy() -> Any:
+def save_state_tensors(folder: Path, tensors: Mapping[str, Any], group: Any) -> None:
+    """Write sharded tensors as one torch_dist folder, talking over ``group`` only.
+
+    So a thread can save while the ranks compute: nothing here uses the default process group.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    strategy = _save_strategy(group)
+    strategy.save(dict(tensors), folder)
+    if torch.distributed.get_rank() == 0:
+        torch.save({}, folder / "common.pt")
+        save_config(CheckpointingConfig(strategy.backend, strategy.version), str(folder))
+
+
+def _save_strategy(group: Any = None) -> Any:
     """A torch_dist save strategy that works on any device.
 
     The stock one needs CUDA (it synchronises) and forks writer processes; this one writes with
@@ -211,6 +225,7 @@ def _save_strategy() -> Any:
                 planner=mcore.MCoreSavePlanner(
                     dedup_replicated_tensors=False, flatten_state_dict=False
                 ),
+                process_group=group,
             )
 
     return AnyDeviceSave("torch_dist", 1)

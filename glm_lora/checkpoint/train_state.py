@@ -27,7 +27,12 @@ from glm_lora.checkpoint.files import (
     write_atomic,
     write_errors,
 )
-from glm_lora.checkpoint.torch_dist import load_tensors, save_tensors, sharded_tensor
+from glm_lora.checkpoint.torch_dist import (
+    load_tensors,
+    save_state_tensors,
+    save_tensors,
+    sharded_tensor,
+)
 from glm_lora.errors import CheckpointError
 from glm_lora.model.parallel import ParallelContext
 
@@ -57,6 +62,7 @@ def save_train_state(
     tensors: Mapping[str, LocalTensor],
     extra: Mapping[str, Any],
     ctx: ParallelContext | None = None,
+    group: Any = None,
 ) -> None:
     """Write one checkpoint; every rank calls this with its own pieces.
 
@@ -65,6 +71,8 @@ def save_train_state(
         tensors: This rank's pieces by key; a pipeline stage passes its own layers only.
         extra: What JSON can hold: counters, generator states, hashes. Rank 0's is written.
         ctx: This rank's place; None for a single process.
+        group: A gloo group of all ranks for a save beside the training; None takes the default
+            group.
 
     Raises:
         CheckpointError: The folder cannot be written or the disk is full. Every rank raises, so
@@ -84,17 +92,26 @@ def save_train_state(
         write_atomic(partial / STATE_FILE, json.dumps(state))
         replace_folder(partial, folder)
 
+    def write() -> None:
+        sharded = _sharded(tensors, ctx)
+        if group is None:
+            save_tensors(partial, sharded, {})
+        else:
+            save_state_tensors(partial, sharded, group)
+
     try:
-        _together(folder.parent, begin if ctx.rank == 0 else None, ctx)
-        _together(folder.parent, lambda: save_tensors(partial, _sharded(tensors, ctx), {}), ctx)
-        _together(folder.parent, finish if ctx.rank == 0 else None, ctx)
+        _together(folder.parent, begin if ctx.rank == 0 else None, ctx, group)
+        _together(folder.parent, write, ctx, group)
+        _together(folder.parent, finish if ctx.rank == 0 else None, ctx, group)
     except CheckpointError:
         if ctx.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _together(folder: Path, work: Callable[[], None] | None, ctx: ParallelContext) -> None:
+def _together(
+    folder: Path, work: Callable[[], None] | None, ctx: ParallelContext, group: Any
+) -> None:
     """Do this rank's work and wait for the others; an error of any rank is raised on all."""
     error: CheckpointError | None = None
     try:
@@ -109,7 +126,7 @@ def _together(folder: Path, work: Callable[[], None] | None, ctx: ParallelContex
     errors = [error]
     if ctx.world_size > 1:
         errors = [None] * ctx.world_size
-        dist.all_gather_object(errors, error)
+        dist.all_gather_object(errors, error, group=group)
     for each in errors:
         if each is not None:
             raise each

@@ -241,6 +241,14 @@ class RayTrainer:
         """See ``protocols.Trainer``."""
         self._all("save", folder, extra)
 
+    def begin_save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """See ``protocols.Trainer``."""
+        self._all("begin_save", folder, extra)
+
+    def finish_save(self) -> Mapping[str, float]:
+        """See ``protocols.Trainer``."""
+        return self._all("finish_save")
+
     def load(self, folder: Path) -> Mapping[str, Any]:
         """See ``protocols.Trainer``."""
         return self._all("load", folder)

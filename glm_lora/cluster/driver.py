@@ -18,7 +18,18 @@ from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.cluster.placement import Placement
 from glm_lora.cluster.plan import Plan
 from glm_lora.config import RolloutConfig, TrainConfig
-from glm_lora.errors import ConfigError, DataError, Interrupted, ProcessLost, RunError, first_line
+from glm_lora.errors import (
+    ConfigError,
+    DataError,
+    GlmLoraError,
+    Interrupted,
+    ProcessLost,
+    RolloutError,
+    RunError,
+    SyncError,
+    TrainingError,
+    first_line,
+)
 from glm_lora.protocols import AdapterState, RolloutEngine, Trainer
 from glm_lora.report.console import Listener
 from glm_lora.report.run_folder import RunFolder, truncate_metrics
@@ -133,13 +144,21 @@ def train(
                 job = _job(plan, text, trainer, engine, folder, sinks, listener)
                 job.resume, job.stop, job.start, job.restarts = resume, stop, start, restarts
                 jobs.append(job)
-                run(job)
+                try:
+                    run(job)
+                except (TrainingError, RolloutError, SyncError):
+                    # The ranks are alive: what they are writing gets finished.
+                    with contextlib.suppress(GlmLoraError):
+                        job.finish_save()
+                    raise
 
             if config.launcher == "ray":
                 if placement is None:
                     from glm_lora.cluster.ray_parts import ray_runtime
 
                     placement = stack.enter_context(ray_runtime(config))
+                # Ray has put its own handler of SIGTERM in the place of ours.
+                stack.enter_context(stop_on_signal(listener, stop))
                 _run_on_ray(plan, placement, run, folder, listener, stop, resume)
             else:
                 with _local_parts(plan, world) as (trainer, engine):
@@ -281,13 +300,17 @@ def _sinks(config: TrainConfig, folder: RunFolder) -> list[MetricSink]:
 
 
 @contextlib.contextmanager
-def stop_on_signal(listener: Listener) -> Iterator[StopRequest]:
+def stop_on_signal(listener: Listener, request: StopRequest | None = None) -> Iterator[StopRequest]:
     """SIGINT and SIGTERM ask the loop to save and stop; a second one stops at once.
 
     Sampling is given up on the spot. An update gets ``STOP_LIMIT`` seconds to finish; then the run
     ends without it, and the last checkpoint stands.
+
+    Args:
+        listener: Told that the run is stopping.
+        request: Set when a signal comes; by default a new one.
     """
-    request = StopRequest()
+    request = request or StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

@@ -82,7 +82,7 @@ def _engine(plan: Plan, seat: EngineSeat, machine: int) -> Iterator[str]:
         if config.sglang.rollout_engine_urls:
             yield f"{name}: uses {', '.join(config.sglang.rollout_engine_urls)}"
             continue
-        head = f"{_host(config, seat.parts[0].machine)}:<free port>"
+        head = f"{_host(config, next(p.machine for p in seat.parts))}:<free port>"
         options = part_options(
             server_options(config, plan.selection, seat.number),
             seat,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 
 import ray
+from ray._private import ray_constants
 
 from glm_lora.cluster.placement import LOOPBACK
 from glm_lora.errors import ConfigError, RunError
@@ -29,6 +31,38 @@ def ray_session(address: str, num_cpus: int, num_gpus: int) -> Iterator[None]:
     if ray.is_initialized():
         yield  # the embedding program's own session
         return
+    with contextlib.nullcontext() if address else _loopback_only():
+        _init(address, num_cpus, num_gpus)
+        try:
+            yield
+        finally:
+            # Leaves a cluster that was joined; ends the processes of one that was started here.
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Ray started inside serves this machine alone.
+
+    Ray replaces 127.0.0.1 by the address of the network and listens on every interface, unless it
+    thinks of a machine that cannot be part of a cluster: this flag says so, to Ray's processes
+    through the environment and to the modules that are imported already.
+    """
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    kept = os.environ.get(name)
+    os.environ[name] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if kept is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = kept
+
+
+def _init(address: str, num_cpus: int, num_gpus: int) -> None:
     try:
         if address:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -49,11 +83,6 @@ def ray_session(address: str, num_cpus: int, num_gpus: int) -> Iterator[None]:
         ) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise _not_started(address, error) from error
-    try:
-        yield
-    finally:
-        # Leaves a cluster that was joined; ends the processes of one that was started here.
-        ray.shutdown()
 
 
 def _not_started(address: str, error: Exception) -> ConfigError | RunError:

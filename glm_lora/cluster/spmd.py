@@ -150,6 +150,8 @@ class LeadingTrainer:
         self._broken = False
 
     def _all(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self._broken:
+            raise TrainingError(f"trainer.{name}: the other ranks have ended")
         dist.broadcast_object_list([(name, args, kwargs)], src=0, group=self._control.group)
         try:
             return _call(self._worker, self._control, name, args, kwargs)
@@ -180,6 +182,14 @@ class LeadingTrainer:
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """See ``protocols.Trainer``."""
         self._all("save", folder, extra)
+
+    def begin_save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """See ``protocols.Trainer``."""
+        self._all("begin_save", folder, extra)
+
+    def finish_save(self) -> Mapping[str, float]:
+        """See ``protocols.Trainer``."""
+        return self._all("finish_save")
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         """See ``protocols.Trainer``."""

@@ -116,6 +116,7 @@ class Job:
         self.history = RunHistory(self.folder.path)
         self.cursor = self.explorer.prompts.state_dict()
         self.failed_saves = 0
+        self.saving: int | None = None
         self.capabilities: Capabilities = self.engine.capabilities()
 
     @property
@@ -240,25 +241,38 @@ class Job:
         """The prompts dealt so far are used up; a resumed run continues from here."""
         self.cursor = self.explorer.prompts.state_dict()
 
-    def save(self, rollouts: int, *, needed: bool = False) -> bool:
+    def save(self, rollouts: int, *, wait: bool = True, needed: bool = False) -> bool:
         """Write a checkpoint after ``rollouts`` rollouts and drop the oldest ones.
 
         A disk that is full or gone does not end the run: it says so and keeps what it has.
 
         Args:
             rollouts: Rollouts done.
+            wait: Until it is on disk; else it is written while the run goes on, and the next
+                ``finish_rollout`` says how it went.
             needed: Nothing comes after this one, so it must succeed.
 
         Returns:
-            Whether the checkpoint was written.
+            Whether the checkpoint was written, as far as is known.
 
         Raises:
             RunError: It was needed and could not be written.
         """
+        self.finish_save()
         extra: dict[str, Any] = {"rollouts": rollouts, "prompts": self.cursor}
+        with self.phase("save"):
+            self.trainer.begin_save(iteration_folder(self.folder.path, rollouts), extra)
+        self.saving = rollouts
+        return self.finish_save(needed=needed) if wait else True
+
+    def finish_save(self, *, needed: bool = False) -> bool:
+        """Wait for the checkpoint that is being written, if any; see ``save``."""
+        if self.saving is None:
+            return True
+        rollouts, self.saving = self.saving, None
         try:
             with self.phase("save"):
-                self.trainer.save(iteration_folder(self.folder.path, rollouts), extra)
+                self.recorder.add(self.trainer.finish_save())
         except CheckpointError as error:
             last = latest_checkpoint(self.folder.path)
             kept = f"the last good one is {last}" if last else "there is none before it"
@@ -275,6 +289,7 @@ class Job:
 
     def finish_rollout(self, step: int, adapter: AdapterState) -> None:
         """Evaluate and save when due, write the rollout's metrics, say what is out of its band."""
+        self.finish_save()
         interval = self.config.rollout.eval_interval
         if interval and (step + 1) % interval == 0:
             with self.phase("eval"):
@@ -291,7 +306,7 @@ class Job:
         interval = self.config.save_interval
         done = step + 1
         if interval and done % interval == 0 and done < self.config.rollout.num_rollout:
-            self.save(done)
+            self.save(done, wait=False)
 
     def evaluate(self, adapter: AdapterRef) -> dict[str, float]:
         """``eval/...`` scalars of ``adapter`` on the evaluation prompts."""

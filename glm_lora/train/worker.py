@@ -7,7 +7,9 @@ the one process of ``--launcher inline`` does that); results are complete on ran
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -130,6 +132,9 @@ class TrainWorker:
             config.optimizer,
             config.rollout.num_rollout * config.algorithm.updates_per_rollout,
         )
+        self._saver = ThreadPoolExecutor(1)
+        self._saving: Future[dict[str, float]] | None = None
+        self._save_group = dist.new_group(backend="gloo")
         self._updater = Updater(config, stage, self.adapters, self.optimizer, context)
         on_disk = config.offload_train_target == "disk"
         file = config.run_dir / "logs" / f"base-rank{context.rank}.bin" if on_disk else None
@@ -177,7 +182,9 @@ class TrainWorker:
         return self._combine(now)
 
     def _digest_base(self) -> str:
-        return fingerprint(record_of(k, t) for k, t in self.stage.base_parameters().items())
+        # Of copies: a tensor that numpy has seen can no longer give its memory away.
+        base = self.stage.base_parameters()
+        return fingerprint(record_of(k, _host_copy(t)) for k, t in base.items())
 
     def _combine(self, digest: str) -> str:
         if self.context.world_size == 1:
@@ -188,8 +195,14 @@ class TrainWorker:
 
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write adapter masters, Adam moments, step, generators, and the driver's ``extra``."""
+        self.begin_save(folder, extra)
+        self.finish_save()
+
+    def begin_save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """As ``save``, in a thread, from a copy on the host made before this returns."""
+        self.finish_save()
         local = {
-            key: LocalTensor(value, self.adapters.tp_axis(_parameter_key(key)))
+            key: LocalTensor(_host_copy(value), self.adapters.tp_axis(_parameter_key(key)))
             for key, value in self._memory.state().items()
         }
         state = {
@@ -199,7 +212,26 @@ class TrainWorker:
             "torch_rng": torch.get_rng_state().tolist(),
             "selection": self.selection.hash,
         }
-        save_train_state(folder, local, state, self.context)
+        self._saving = self._saver.submit(self._write, folder, local, state)
+
+    def _write(
+        self, folder: Path, local: Mapping[str, LocalTensor], state: Mapping[str, Any]
+    ) -> dict[str, float]:
+        start = time.perf_counter()
+        save_train_state(folder, local, state, self.context, self._save_group)
+        return {
+            "save/seconds": time.perf_counter() - start,
+            "save/bytes": float(sum(piece.tensor.nbytes for piece in local.values())),
+        }
+
+    def finish_save(self) -> Mapping[str, float]:
+        """Wait for ``begin_save``; its seconds and this rank's bytes.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        saving, self._saving = self._saving, None
+        return saving.result() if saving is not None else {}
 
     def load(self, folder: Path) -> Mapping[str, Any]:
         """Continue from what ``save`` wrote, at any topology; returns the driver's ``extra``.
@@ -236,9 +268,14 @@ class TrainWorker:
         return self._memory.onload()
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Finish what is being saved and leave the process group."""
+        self._saver.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _parameter_key(key: str) -> str:
