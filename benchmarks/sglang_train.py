@@ -41,12 +41,18 @@ def prepare(work: Path, hidden: int, learning_rate: float) -> dict[str, float]:
 
     spec = replace(SPEC, hidden_size=hidden)
     start = time.monotonic()
-    model = tiny.build_model(spec)
-    if torch.cuda.is_available():
-        model.cuda()
-    loss = tiny.pretrain(model, 0, learning_rate=learning_rate)
+    # Wide models want a lower rate than tiny: halve it until the clear marks are learned.
+    for _ in range(3):
+        model = tiny.build_model(spec)
+        if torch.cuda.is_available():
+            model.cuda()
+        loss = tiny.pretrain(model, 0, learning_rate=learning_rate)
+        accuracies = {f"pretrained_{mark}": tiny.accuracy(model, mark) for mark in "+-=?"}
+        if min(accuracies[f"pretrained_{mark}"] for mark in "+-=") > 0.7:
+            break
+        print(f"pre-training at {learning_rate:g}: {accuracies}", flush=True)
+        learning_rate /= 3
     seconds = time.monotonic() - start
-    accuracies = {f"pretrained_{mark}": tiny.accuracy(model, mark) for mark in "+-=?"}
     folder = work / "models" / NAME
     folder.mkdir(parents=True)
     write_folder(folder, model, 0, spec)
@@ -96,6 +102,23 @@ def server_options(work: Path, site: Path | None, tp: int) -> list[str]:
     return options
 
 
+def summary(
+    prefix: str, records: list[dict[str, Any]], seconds: float, rate: float
+) -> dict[str, float]:
+    """The figures of one run."""
+    rewards = [r["rollout/raw_reward"] for r in records]
+    gaps = [r["train/train_rollout_logprob_abs_diff"] for r in records]
+    return {
+        f"{prefix}lr": rate,
+        f"{prefix}reward_first": statistics.mean(rewards[:5]),
+        f"{prefix}reward_last": statistics.mean(rewards[-5:]),
+        f"{prefix}logprob_diff_mean": statistics.mean(gaps),
+        f"{prefix}logprob_diff_max": max(gaps),
+        f"{prefix}sync_ms_median": 1e3 * statistics.median(r["time/sync"] for r in records),
+        f"{prefix}seconds": seconds,
+    }
+
+
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -104,9 +127,9 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the server")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--pretrain-lr", type=float, default=3e-4)
-    parser.add_argument("--lr", default="5e-4")
+    parser.add_argument("--lr", default="3e-4,1e-4", help="rates; the first that learns is used")
     parser.add_argument("--rollouts", default="20")
-    parser.add_argument("--engines", default="sglang,embedded")
+    parser.add_argument("--engines", default="embedded,sglang")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, help="also write the object into this file")
     args = parser.parse_args()
@@ -114,27 +137,25 @@ def main() -> None:
     args.work.mkdir(parents=True)
     result: dict[str, Any] = prepare(args.work, args.hidden, args.pretrain_lr)
     print(json.dumps(result), flush=True)
-    common = ["--num-rollout", args.rollouts, "--lr", args.lr, "--dtype", args.dtype]
+    common = ["--num-rollout", args.rollouts, "--dtype", args.dtype]
+    rates = args.lr.split(",")
     for engine in args.engines.split(","):
-        extra = server_options(args.work, args.site, args.tp)
-        options = extra if engine == "sglang" else ["--rollout-engine", "embedded"]
-        start = time.monotonic()
-        try:
-            records = train(args.work, engine, [*common, *options])
-        except (subprocess.CalledProcessError, OSError) as error:
-            result[f"{engine}_error"] = str(error)
-            continue
-        rewards = [r["rollout/raw_reward"] for r in records]
-        gaps = [r["train/train_rollout_logprob_abs_diff"] for r in records]
+        extra = ["--rollout-engine", "embedded"]
+        if engine == "sglang":
+            extra = server_options(args.work, args.site, args.tp)
         prefix = "" if engine == "sglang" else "embedded_"
-        result |= {
-            f"{prefix}reward_first": statistics.mean(rewards[:5]),
-            f"{prefix}reward_last": statistics.mean(rewards[-5:]),
-            f"{prefix}logprob_diff_mean": statistics.mean(gaps),
-            f"{prefix}logprob_diff_max": max(gaps),
-            f"{prefix}sync_ms_median": 1e3 * statistics.median(r["time/sync"] for r in records),
-            f"{prefix}seconds": time.monotonic() - start,
-        }
+        for rate in list(rates):
+            start = time.monotonic()
+            try:
+                records = train(args.work, f"{engine}-{rate}", [*common, "--lr", rate, *extra])
+            except (subprocess.CalledProcessError, OSError) as error:
+                result[f"{engine}_error"] = f"lr {rate}: {error}"
+                continue
+            result |= summary(prefix, records, time.monotonic() - start, float(rate))
+            print(json.dumps(result), flush=True)
+            if result[f"{prefix}reward_last"] > result[f"{prefix}reward_first"] + 0.15:
+                rates = [rate]
+                break
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     for key, value in result.items():
