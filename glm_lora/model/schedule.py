@@ -105,6 +105,7 @@ def _pipelined(
     from megatron.core.pipeline_parallel.schedules import (
         forward_backward_pipelining_without_interleaving,
     )
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
     model = _pipeline_model(stage)
     nothing = torch.zeros((), dtype=torch.int)
@@ -119,7 +120,7 @@ def _pipelined(
 
     pp_group = stage.ctx.pp_group
     assert pp_group is not None
-    groups = SimpleNamespace(
+    groups = ProcessGroupCollection(
         tp=stage.ctx.tp_group, cp=_OneRank(), embd=None, pos_embd=None, pp=pp_group, dp_cp=None
     )
     on_cuda = stage.ctx.device.type == "cuda"
@@ -197,6 +198,9 @@ class _Neighbours:
         self.before = _peer(self.pp_group, -1)
         self.after = _peer(self.pp_group, 1)
         self.forwards, self.backwards = iter(batches), iter(batches)
+        # What megatron-core 0.19 asks the communicator for; 0.16 asks the group.
+        self.total_stages, self.current_stage = stage.ctx.pp_size, stage.ctx.pp_rank
+        self.is_pp_first_stage, self.is_pp_last_stage = stage.is_first, stage.is_last
 
     def _empty(self, batches: Iterator[ModelBatch], requires_grad: bool) -> Tensor:
         return torch.empty(
