@@ -6,7 +6,9 @@ tokens a query sees; up to ``index_topk`` tokens that is all earlier ones, and i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from glm_lora.arch.projections import Kind
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.model.batch import ModelBatch, by_sequence
 from glm_lora.model.collectives import enter_tp, leave_tp
-from glm_lora.model.indexer import Indexer
+from glm_lora.model.indexer import ROWS_PER_BLOCK, Indexer
 from glm_lora.model.linear import ProjectionGroup
 from glm_lora.model.norm import RMSNorm
 from glm_lora.model.parallel import ParallelContext
@@ -97,16 +99,40 @@ class SparseAttention(nn.Module):
 
     def _attend(self, q: Tensor, kv: Tensor, *index: Tensor) -> Tensor:
         """Whole sequences: q and kv ``[B, L, h, ...]`` to ``[B, L, h, v_dim]``."""
-        length = q.shape[1]
-        q, kv = q.transpose(1, 2), kv.transpose(1, 2)
-        k, v = kv.split([self.qk_dim, self.v_dim], dim=-1)
-        scale = self.qk_dim**-0.5
+        length, scale = q.shape[1], self.qk_dim**-0.5
         if length <= self.limit:
-            return attention(q, k, v, None, scale).transpose(1, 2)
+            k, v = kv.transpose(1, 2).split([self.qk_dim, self.v_dim], dim=-1)
+            return attention(q.transpose(1, 2), k, v, None, scale).transpose(1, 2)
         # The first ``limit`` queries see everything before them.
-        first = (x[:, :, : self.limit] for x in (q, k, v))
-        outs = [attention(*first, None, scale)]
-        for rows, seen in self.indexer.visible(*index, self.limit):
-            keys = slice(0, rows.stop)
-            outs.append(attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], seen, scale))
+        starts = range(self.limit, length, ROWS_PER_BLOCK)
+        stops = [*starts, length]
+        queries = q.transpose(1, 2).split([b - a for a, b in pairwise([0, *stops])], dim=2)
+        masks = chain([None], self.indexer.visible(*index, self.limit))
+        keys = _Prefixes.apply(kv, self.qk_dim, stops)
+        outs = [
+            attention(part, k, v, seen, scale)
+            for part, k, v, seen in zip(queries, keys[0::2], keys[1::2], masks, strict=True)
+        ]
         return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+class _Prefixes(torch.autograd.Function):
+    """Keys and values up to several positions, their gradients added up in one buffer each."""
+
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, width: int, stops: Sequence[int]) -> tuple[Tensor, ...]:
+        ctx.stops = stops
+        k, v = kv[..., :width].transpose(1, 2), kv[..., width:].transpose(1, 2)
+        return tuple(x[:, :, :stop] for stop in stops for x in (k, v))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        totals = []
+        for which in range(2):
+            # The last prefix is everything.
+            *earlier, total = (g.transpose(1, 2) for g in grads[which::2])
+            total = total.contiguous()
+            for stop, grad in zip(ctx.stops, earlier, strict=False):
+                total[:, :stop].add_(grad)
+            totals.append(total)
+        return torch.cat(totals, dim=-1), None, None

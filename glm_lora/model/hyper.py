@@ -180,4 +180,5 @@ class HyperConnection(nn.Module):
 
     @staticmethod
     def _fused(streams: Tensor) -> bool:
-        return streams.shape[0] > 0 and streams.shape[1] == 4 and takes("fused", streams)
+        tokens, m, hidden = streams.shape
+        return tokens > 0 and m == 4 and hidden % 256 == 0 and takes("fused", streams)

@@ -77,28 +77,26 @@ class Indexer(nn.Module):
         return F.linear(q_resid, self.query), parts
 
     @torch.no_grad()
-    def visible(
-        self, query: Tensor, parts: Tensor, first: int, block: int = ROWS_PER_BLOCK
-    ) -> Iterator[tuple[slice, Tensor]]:
+    def visible(self, query: Tensor, parts: Tensor, first: int) -> Iterator[Tensor]:
         """Which keys the queries from position ``first`` on may see, a block of queries at a time.
 
         Args:
             query: ``[B, L, h d]`` of whole sequences.
             parts: ``[B, L, 2 d + h]``.
             first: First query asked for.
-            block: Queries at a time.
 
         Yields:
-            The block of queries and bool ``[B, queries, keys]`` for all keys up to its last.
+            For each ``ROWS_PER_BLOCK`` queries (or what is left) bool ``[B, queries, keys]`` over
+            the keys up to the last of them.
         """
         length, d = query.shape[1], self.head_dim
         key, gate, weights = parts.split([d, d, self.heads], dim=-1)
         pool_keys = self._pool(key, gate)
         query = query.unflatten(-1, (self.heads, d))
         weights = weights.float() * self.heads**-0.5
-        for start in range(first, length, block):
-            rows = slice(start, min(start + block, length))
-            yield rows, self._select(query[:, rows], weights[:, rows], pool_keys, rows)
+        for start in range(first, length, ROWS_PER_BLOCK):
+            rows = slice(start, min(start + ROWS_PER_BLOCK, length))
+            yield self._select(query[:, rows], weights[:, rows], pool_keys, rows)
 
     def _pool(self, key: Tensor, gate: Tensor) -> Tensor:
         """Learned average of the keys of each complete pool, ``[B, P, d]``."""

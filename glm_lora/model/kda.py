@@ -96,7 +96,7 @@ class LinearAttention(nn.Module):
 
     def _convolved(self, mixed: Tensor, batch: ModelBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v ``[N, width]`` and beta before its sigmoid ``[N, heads]``."""
-        if takes("fused", mixed):
+        if takes("fused", mixed) and self.conv.shape[1] == 4:
             from glm_lora.model.kernels.kda import conv_silu
 
             return conv_silu(mixed, self.conv, batch.place)

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens, channels and warps of a tile: the backward pass keeps seven rows of each in registers.
-_FORWARD, _BACKWARD = (16, 256, 8), (8, 128, 4)
+TAPS = 4
+_FORWARD, _BACKWARD = (16, 256, 8), (32, 512, 4)
+"""Tokens, channels and warps of a tile."""
 
 
 @triton.jit
@@ -45,35 +46,51 @@ def _conv_forward(
 
 @triton.jit
 def _conv_backward(
-    x, weight, place, dy, dx, tokens, stride, part, W: tl.constexpr, K: tl.constexpr,
-    BN: tl.constexpr, BC: tl.constexpr,
+    x, weight, place, dy, dx, tokens, stride, part, W: tl.constexpr, BT: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
-    """Gradient with respect to one of q, k and v, the SiLU's input computed again."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """Gradient with respect to one of q, k and v, the SiLU's input computed again; four taps.
+
+    Walks along the tokens: three earlier inputs and three unfinished gradients stay in registers.
+    """
+    first = tl.program_id(0) * BT
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    channels = c[None, :] < W
+    channel = c < W
     column = part * W + c
-    total = tl.zeros([BN, BC], tl.float32)
-    for ahead in tl.static_range(K):
-        later = n + ahead
-        there = tl.load(place + later, mask=later < tokens, other=-1)
-        reached = (there >= ahead)[:, None] & channels
-        row = later.to(tl.int64)[:, None]
-        y = tl.zeros([BN, BC], tl.float32)
-        for back in tl.static_range(K):
-            tap = tl.load(weight + column * K + (K - 1 - back), mask=c < W, other=0.0)
-            value = tl.load(
-                x + (row - back) * stride + column[None, :],
-                mask=reached & (there[:, None] >= back),
-                other=0.0,
-            )
-            y += value.to(tl.float32) * tap[None, :]
+    w0 = tl.load(weight + column * 4 + 3, mask=channel, other=0.0)
+    w1 = tl.load(weight + column * 4 + 2, mask=channel, other=0.0)
+    w2 = tl.load(weight + column * 4 + 1, mask=channel, other=0.0)
+    w3 = tl.load(weight + column * 4, mask=channel, other=0.0)
+    start = x + first.to(tl.int64) * stride + column
+    x1 = tl.load(start - stride, mask=channel & (first >= 1), other=0.0).to(tl.float32)
+    x2 = tl.load(start - 2 * stride, mask=channel & (first >= 2), other=0.0).to(tl.float32)
+    x3 = tl.load(start - 3 * stride, mask=channel & (first >= 3), other=0.0).to(tl.float32)
+    e1 = tl.zeros([BC], tl.float32)
+    e2 = tl.zeros([BC], tl.float32)
+    e3 = tl.zeros([BC], tl.float32)
+    for step in range(BT + 3):
+        token = first + step
+        row = token.to(tl.int64)
+        real = token < tokens
+        here = tl.load(place + token, mask=real, other=0)
+        x0 = tl.load(x + row * stride + column, mask=channel & real, other=0.0).to(tl.float32)
+        up = tl.load(dy + row * W + c, mask=channel & real, other=0.0).to(tl.float32)
+        v1 = tl.where(here >= 1, w1, 0.0)
+        v2 = tl.where(here >= 2, w2, 0.0)
+        v3 = tl.where(here >= 3, w3, 0.0)
+        y = w0 * x0 + v1 * x1 + v2 * x2 + v3 * x3
         gate = tl.sigmoid(y)
-        up = tl.load(dy + row * W + c[None, :], mask=reached, other=0.0).to(tl.float32)
-        tap = tl.load(weight + column * K + (K - 1 - ahead), mask=c < W, other=0.0)
-        total += up * gate * (1.0 + y * (1.0 - gate)) * tap[None, :]
-    target = dx + n.to(tl.int64)[:, None] * stride + column[None, :]
-    tl.store(target, total.to(dx.dtype.element_ty), mask=(n[:, None] < tokens) & channels)
+        slope = up * gate * (1.0 + y * (1.0 - gate))
+        done = e3 + v3 * slope
+        target = dx + (row - 3) * stride + column
+        inside = channel & (step >= 3) & (token - 3 < tokens)
+        tl.store(target, done.to(dx.dtype.element_ty), mask=inside)
+        e3 = e2 + v2 * slope
+        e2 = e1 + v1 * slope
+        e1 = w0 * slope
+        x3 = x2
+        x2 = x1
+        x1 = x0
 
 
 class _ConvSilu(torch.autograd.Function):
@@ -97,14 +114,14 @@ class _ConvSilu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         mixed, weight, place = ctx.saved_tensors
         tokens, stride = mixed.shape
-        channels, taps = weight.shape
+        channels = weight.shape[0]
         width = channels // 3
         d_mixed = torch.empty_like(mixed)
         rows, columns, warps = _BACKWARD
         grid = (triton.cdiv(tokens, rows), triton.cdiv(width, columns))
         for part, dy in enumerate(grads[:3]):
             _conv_backward[grid](
-                mixed, weight, place, dy.contiguous(), d_mixed, tokens, stride, part, width, taps,
+                mixed, weight, place, dy.contiguous(), d_mixed, tokens, stride, part, width,
                 rows, columns, num_warps=warps,
             )  # fmt: skip
         d_mixed[:, channels:] = grads[3]
@@ -118,7 +135,7 @@ def conv_silu(
 
     Args:
         mixed: ``[N, 3 W + rest]``, contiguous.
-        weight: fp32 ``[3 W, K]``, frozen.
+        weight: fp32 ``[3 W, 4]``, frozen.
         place: int32 ``[N]``, position of each token in its own sequence.
 
     Returns:

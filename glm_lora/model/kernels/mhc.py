@@ -15,32 +15,47 @@ from torch import Tensor
 
 STREAMS = 4
 _LOGITS, _PADDED = 24, 32
+_PARTS = 8
 
 
 @triton.jit
 def _project(
     x, fn, raw, squares, tokens, K: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """``raw = x fn^T`` and the sum of squares of each token, in one pass over the streams."""
+    """``x fn^T`` and the sum of squares of each token over one part of K."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
+    part = tl.program_id(1)
     w = tl.arange(0, P)
-    row = n.to(tl.int64)[:, None] * K
+    real = n[:, None] < tokens
+    row = x + n.to(tl.int64)[:, None] * K
     acc = tl.zeros([BN, P], tl.float32)
     square = tl.zeros([BN, BK], tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        value = tl.load(
-            x + row + k[None, :], mask=(n[:, None] < tokens) & (k[None, :] < K), other=0.0
-        )
-        weight = tl.load(
-            fn + w[None, :] * K + k[:, None], mask=(w[None, :] < W) & (k[:, None] < K), other=0.0
-        )
-        acc = tl.dot(value, weight, acc, input_precision="ieee")
+    for step in range(K // (PARTS * BK)):
+        k = part * (K // PARTS) + step * BK + tl.arange(0, BK)
+        value = tl.load(row + k[None, :], mask=real, other=0.0)
+        weight = tl.load(fn + w[:, None] * K + k[None, :], mask=w[:, None] < W, other=0.0)
+        acc = tl.dot(value, tl.trans(weight), acc, input_precision="ieee")
         wide = value.to(tl.float32)
         square += wide * wide
-    tl.store(raw + n[:, None] * P + w[None, :], acc, mask=n[:, None] < tokens)
-    tl.store(squares + n, tl.sum(square, 1), mask=n < tokens)
+    n = part * tokens + n
+    tl.store(raw + n[:, None] * P + w[None, :], acc, mask=real)
+    tl.store(squares + n, tl.sum(square, 1), mask=n < (part + 1) * tokens)
+
+
+@triton.jit
+def _add_parts(raw_parts, square_parts, raw, squares, tokens, P: tl.constexpr, PARTS: tl.constexpr,
+               BN: tl.constexpr):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    at = n[:, None] * P + tl.arange(0, P)[None, :]
+    real = n < tokens
+    acc = tl.zeros([BN, P], tl.float32)
+    square = tl.zeros([BN], tl.float32)
+    for part in tl.static_range(PARTS):
+        acc += tl.load(raw_parts + part * tokens * P + at, mask=real[:, None], other=0.0)
+        square += tl.load(square_parts + part * tokens + n, mask=real, other=0.0)
+    tl.store(raw + at, acc, mask=real[:, None])
+    tl.store(squares + n, square, mask=real)
 
 
 @triton.jit
@@ -302,10 +317,17 @@ class _Read(torch.autograd.Function):
         width = STREAMS * hidden
         f32 = {"dtype": torch.float32, "device": streams.device}
         raw, squares = torch.empty(tokens, _PADDED, **f32), torch.empty(tokens, **f32)
-        _project[(triton.cdiv(tokens, 16),)](
-            streams, fn, raw, squares, tokens, width, _LOGITS, _PADDED, 16, _block(width, 256),
+        # Cut along K as well: few tokens alone would leave most of the device idle.
+        block = 128 if width % (_PARTS * 128) == 0 else width // _PARTS
+        raws = torch.empty(_PARTS, tokens, _PADDED, **f32)
+        squared = torch.empty(_PARTS, tokens, **f32)
+        _project[(triton.cdiv(tokens, 64), _PARTS)](
+            streams, fn, raws, squared, tokens, width, _LOGITS, _PADDED, 64, block, _PARTS,
             num_stages=4,
         )  # fmt: skip
+        _add_parts[(triton.cdiv(tokens, 32),)](
+            raws, squared, raw, squares, tokens, _PADDED, _PARTS, 32
+        )
         pre, post = torch.empty(tokens, 4, **f32), torch.empty(tokens, 4, **f32)
         comb = torch.empty(tokens, 4, 4, **f32)
         totals = torch.empty(2 * iterations - 1, tokens, 4, **f32)
