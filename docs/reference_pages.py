@@ -45,7 +45,7 @@ def _options(command: Any) -> Iterator[tuple[str, str]]:
             names = [parameter.name.upper()]
         text = _cell(getattr(parameter, "help", "") or "")
         default = parameter.default
-        if isinstance(default, str | int | float | Path) and not isinstance(default, bool) and default != "":
+        if isinstance(default, str | int | float | Path) and default not in ("", True, False):
             text += f" (default {default})"
         yield ", ".join(f"`{name}`" for name in names), text
 
