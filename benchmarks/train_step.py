@@ -229,6 +229,20 @@ def measure(
     return row
 
 
+def ragged(ours: Ours, spec: ModelSpec, tokens: int, steps: int, timer: Timer) -> dict[str, Any]:
+    """Full-recompute steps on packed samples of random lengths, new ones in every step."""
+    ours.set_recompute("full")
+    generator = torch.Generator().manual_seed(7)
+    batches = []
+    for _ in range(steps + WARM_UP):
+        cuts = torch.randint(64, tokens - 64, (7,), generator=generator).sort().values.tolist()
+        lengths = [b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True) if b > a]
+        texts = [random_tokens(spec, (1, n), seed=n)[0].tolist() for n in lengths]
+        batches.append(pack(texts, device=ours.device))
+    seconds, times = timer.median(lambda i: ours.step(batches[i]), steps)
+    return {"tokens": tokens, "tokens_per_s": tokens / seconds, "times": times}
+
+
 def compare(ours: Ours, peer: Peer | None, spec: ModelSpec, lengths: Sequence[int]) -> list[dict]:
     """Distances of both sides to plain torch code in fp32 on the same numbers."""
     exact = Ours.__new__(Ours)
@@ -347,6 +361,7 @@ def main() -> None:
     parser.add_argument("--compare", default="", help="lengths to compare with fp32 at")
     parser.add_argument("--profile", default="", help="write kernel times of one step to this file")
     parser.add_argument("--profile-size", default="1x8192")
+    parser.add_argument("--ragged", type=int, default=0, help="tokens of packed random lengths")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     spec, device = builtin(args.model), torch.device(args.device)
@@ -370,33 +385,42 @@ def main() -> None:
         if args.json:
             Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
-    plans = [(s, kind) for s in sizes(args.sizes) for kind in args.recompute.split(",")]
-    plans += [(s, "full") for s in sizes(args.growth)]
-    for shape, kind in plans:
+    def add(shape: tuple[int, int], kind: str) -> None:
         row: dict[str, Any] = {"size": "{}x{}".format(*shape), "recompute": kind}
         row["roofline"] = roofline(spec, kind)
         row["ours"] = measure(ours, spec, shape, kind, args.repeats, timer)
         result["rows"].append(row)
+        report(row)
+
+    def report(row: dict[str, Any]) -> None:
         print(table({"rows": [row]})[1], f"at {time.perf_counter() - started:.0f} s", flush=True)
         save()
-    if args.profile:
-        profile(ours, spec, sizes(args.profile_size)[0], Path(args.profile))
+
+    for shape in sizes(args.sizes):
+        for kind in args.recompute.split(","):
+            add(shape, kind)
     peer = None
     if args.peer == "hf-peft":
         peer = Peer(ours)
         for row in result["rows"]:
             shape, kind = sizes(row["size"])[0], row["recompute"]
-            if (shape, kind) in plans[: len(plans) - len(sizes(args.growth))]:
+            try:
                 row["peer"] = measure(peer, spec, shape, kind, args.repeats, timer)
-                print(
-                    table({"rows": [row]})[1],
-                    f"at {time.perf_counter() - started:.0f} s",
-                    flush=True,
-                )
-                save()
+            except torch.OutOfMemoryError:
+                row["peer_out_of_memory"] = True
+            report(row)
     if args.compare:
         lengths = [int(n) for n in args.compare.split(",")]
         result["numbers"] = compare(ours, peer, spec, lengths)
+        print(json.dumps(result["numbers"]), flush=True)
+        save()
+    if args.ragged:
+        result["ragged"] = ragged(ours, spec, args.ragged, 6, timer)
+        print(json.dumps(result["ragged"]), flush=True)
+    if args.profile:
+        profile(ours, spec, sizes(args.profile_size)[0], Path(args.profile))
+    for shape in sizes(args.growth):
+        add(shape, "full")
     save()
     print("\n".join(table(result)))
 

@@ -114,7 +114,7 @@ def fused_delta_rule(
     Returns:
         ``[N, h, d]``.
     """
-    from fla.ops.kda import chunk_kda
+    from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
 
     (_, number, length), *others = batch.runs
     # Equal lengths need no table of chunks.

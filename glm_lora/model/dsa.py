@@ -6,6 +6,7 @@ tokens a query sees; up to ``index_topk`` tokens that is all earlier ones, and i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from glm_lora.arch.projections import Kind
 from glm_lora.arch.spec import ModelSpec
@@ -23,8 +25,12 @@ from glm_lora.model.linear import ProjectionGroup
 from glm_lora.model.norm import RMSNorm
 from glm_lora.model.parallel import ParallelContext
 
+_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, steady: bool = True
+) -> Tensor:
     """Softmax attention.
 
     Args:
@@ -33,7 +39,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float
         v: ``[B, h, keys, v_dim]``.
         seen: bool ``[B, queries, keys]``; None is causal, with as many queries as keys.
         scale: Of the products.
+        steady: The same sizes will come again. cuDNN, the fastest on Hopper, plans every new size.
     """
+    if seen is None and not steady and q.device.type == "cuda":
+        with sdpa_kernel(_ANY_LENGTH):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     if seen is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(1), scale=scale)
@@ -94,21 +104,43 @@ class SparseAttention(nn.Module):
         index: tuple[Tensor, ...] = ()
         if any(length > self.limit for _, _, length in batch.runs):
             index = self.indexer.project(x, q_low, batch)
-        o = by_sequence(batch, self._attend, q, kv, *index)
+        attend = functools.partial(self._attend, steady=len(batch.runs) == 1)
+        o = by_sequence(batch, attend, q, kv, *index)
         return leave_tp(self.out(o.flatten(1)), self.ctx)
 
-    def _attend(self, q: Tensor, kv: Tensor, *index: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, kv: Tensor, *index: Tensor, steady: bool) -> Tensor:
         """Whole sequences: q and kv ``[B, L, h, ...]`` to ``[B, L, h, v_dim]``."""
         length, scale = q.shape[1], self.qk_dim**-0.5
         if length <= self.limit:
             k, v = kv.transpose(1, 2).split([self.qk_dim, self.v_dim], dim=-1)
-            return attention(q.transpose(1, 2), k, v, None, scale).transpose(1, 2)
+            return attention(q.transpose(1, 2), k, v, None, scale, steady).transpose(1, 2)
+        attend = self._in_equal_blocks if q.device.type == "cuda" else self._masked
+        return attend(q, kv, *index)
+
+    def _in_equal_blocks(self, q: Tensor, kv: Tensor, *index: Tensor) -> Tensor:
+        """``_masked`` on sizes that come again: cuDNN takes seconds to plan for a new one.
+
+        One sequence at a time, filled up with zeros, which no token before them sees.
+        """
+        length = q.shape[1]
+        more = -(length - self.limit) % ROWS_PER_BLOCK
+        rows = []
+        for row in range(q.shape[0]):
+            inputs = (x[row : row + 1] for x in (q, kv, *index))
+            if more:
+                inputs = (F.pad(x, (0, 0) * (x.dim() - 2) + (0, more)) for x in inputs)
+            rows.append(self._masked(*inputs)[:, :length])
+        return torch.cat(rows)
+
+    def _masked(self, q: Tensor, kv: Tensor, *index: Tensor) -> Tensor:
+        """``_attend`` for more than ``limit`` tokens, a block of queries at a time."""
+        length, scale = q.shape[1], self.qk_dim**-0.5
         # The first ``limit`` queries see everything before them.
         starts = range(self.limit, length, ROWS_PER_BLOCK)
         stops = [*starts, length]
         queries = q.transpose(1, 2).split([b - a for a, b in pairwise([0, *stops])], dim=2)
         masks = chain([None], self.indexer.visible(*index, self.limit))
-        keys = _Prefixes.apply(kv, self.qk_dim, stops)
+        keys: Any = _Prefixes.apply(kv, self.qk_dim, stops)
         outs = [
             attention(part, k, v, seen, scale)
             for part, k, v, seen in zip(queries, keys[0::2], keys[1::2], masks, strict=True)

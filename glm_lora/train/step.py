@@ -275,6 +275,7 @@ class Updater:
             loss,
             temperature=batch.temperature,
             with_entropy=True,
+            entropy_gradient=algorithm.entropy_coef > 0,
         )
         self.adapters.sync_gradients(self.context)
         reduced = self._reduce(totals)

@@ -89,3 +89,22 @@ def test_runs_of_equal_lengths_share_a_call():
 
 def test_nothing_packed_is_the_batch_that_only_keeps_pace():
     assert torch.equal(pack([]).mask_B_L, collate([]).mask_B_L)
+
+
+def test_equal_blocks_change_no_result():
+    """What CUDA does with sequences longer than index_topk: cut, filled up, one at a time."""
+    spec = ALL["short_index"]
+    stage, _ = adapted(spec)
+    block = stage.layers[0].attention.block
+    heads, length = spec.num_attention_heads, 70
+    q = torch.randn(2, length, heads, block.qk_dim, requires_grad=True)
+    kv = torch.randn(2, length, heads, block.qk_dim + block.v_dim, requires_grad=True)
+    x, latent = torch.randn(2 * length, spec.hidden_size), torch.randn(2 * length, spec.q_lora_rank)
+    batch = collate(random_sequences([length, length], spec.vocab_size))
+    index = [part.unflatten(0, (2, length)) for part in block.indexer.project(x, latent, batch)]
+    want, got = block._masked(q, kv, *index), block._in_equal_blocks(q, kv, *index)
+    close(got, want, "other block sizes", atol=1e-5)
+    up = torch.randn_like(want)
+    pairs = zip(*(torch.autograd.grad(y, (q, kv), up) for y in (got, want)), strict=True)
+    for actual, expected in pairs:
+        close(actual, expected, "other block sizes", atol=1e-4)

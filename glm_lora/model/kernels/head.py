@@ -3,6 +3,9 @@
 Shapes: R rows, V local vocabulary.
 """
 
+# Triton is not installed where there is no GPU, and its decorator has no types.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -3,6 +3,9 @@
 Shapes: R query rows, h heads, D head size, P pools.
 """
 
+# Triton is not installed where there is no GPU, and its decorator has no types.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch

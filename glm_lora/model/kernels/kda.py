@@ -3,6 +3,9 @@
 Shapes: N tokens, W channels of each of q, k and v, K taps, R rows of head size D.
 """
 
+# Triton is not installed where there is no GPU, and its decorator has no types.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -108,7 +111,8 @@ class _ConvSilu(torch.autograd.Function):
             mixed, weight, place, out, tokens, stride, width, taps, rows, columns, num_warps=warps
         )
         ctx.save_for_backward(mixed, weight, place)
-        return *out.unbind(), mixed[:, channels:].contiguous()
+        q, k, v = out.unbind()
+        return q, k, v, mixed[:, channels:].contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

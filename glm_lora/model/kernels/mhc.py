@@ -4,6 +4,9 @@ The definitions are those of ``glm_lora.model.hyper``; here the small tensors ke
 Shapes: n tokens, H hidden, K = 4 H, W = 24 logits per token (4 pre, 4 post, 16 comb), P = 32.
 """
 
+# Triton is not installed where there is no GPU, and its decorator has no types.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 from typing import Any

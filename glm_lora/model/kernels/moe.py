@@ -3,6 +3,9 @@
 Shapes: N tokens, k experts per token, R = N k rows sorted by expert, F inner width, H hidden.
 """
 
+# Triton is not installed where there is no GPU, and its decorator has no types.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 from typing import Any
