@@ -7,6 +7,7 @@ embedded tiny model, the recipe's otherwise), paths follow ``--model-dir``, ``--
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -140,7 +141,7 @@ def resolve_train(
         stages = values.get("parallel", {}).get("pipeline_model_parallel_size", 1)
         defaults["parallel"] = {
             "tensor_model_parallel_size": min(8, gpus),
-            "expert_model_parallel_size": max(1, nodes * gpus // stages),
+            "expert_model_parallel_size": _most_expert_ranks(name, nodes * gpus // stages),
         }
         defaults["sglang"] = _recipe_engines(name, values, nodes * gpus)
     values = {**values, "selection": selection_values(values.get("selection", {}))}
@@ -162,6 +163,12 @@ def _recipe_engines(name: str, values: Mapping[str, Any], gpus: int) -> dict[str
     size = 4 if name == "GLM-5.3-Flash-4layer" else 8
     own = int(sglang.get("rollout_num_gpus") or gpus)
     return {"rollout_num_gpus_per_engine": min(size, own), "sglang_colocated": not apart}
+
+
+def _most_expert_ranks(name: str, ranks: int) -> int:
+    """As many of a stage's ranks as can share the routed experts evenly."""
+    experts = BUILTIN[name].n_routed_experts if name in BUILTIN else ModelSpec.n_routed_experts
+    return math.gcd(max(1, ranks), experts)
 
 
 def _tiny(tiny: bool) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from glm_lora.errors import ModelError, did_you_mean
 
 KDA = "linear_attention"
 DSA = "indexed_attention"
+_DSA_NAMES = ("full_attention", "deepseek_sparse_attention")
+"""What other releases of transformers call the sparse-attention layers."""
 DENSE = "dense"
 SPARSE = "sparse"
 MAX_LAYERS = 1000
@@ -260,7 +262,7 @@ def _known_values(text: Mapping[str, Any], source: str) -> dict[str, Any]:
         if theirs in nested:
             values[ours] = nested[theirs]
     if (kinds := text.get("layer_types")) is not None:
-        values["layer_types"] = tuple(DSA if k == "full_attention" else k for k in kinds)
+        values["layer_types"] = tuple(DSA if k in _DSA_NAMES else k for k in kinds)
     if (kinds := text.get("mlp_layer_types")) is not None:
         values["mlp_layer_types"] = tuple(kinds)
     elif (dense := text.get("first_k_dense_replace")) is not None:

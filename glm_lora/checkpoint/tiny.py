@@ -65,7 +65,6 @@ def text_config(spec: ModelSpec) -> dict[str, Any]:
     values = asdict(spec)
     eos = values.pop("eos_token_ids")
     values.update(
-        layer_types=list(spec.layer_types),
         mlp_layer_types=list(spec.mlp_layer_types),
         num_key_value_heads=spec.num_attention_heads,
         eos_token_id=eos[0] if len(eos) == 1 else list(eos),
@@ -73,6 +72,10 @@ def text_config(spec: ModelSpec) -> dict[str, Any]:
         mhc=True,
         index_kpool_compress=True,
     )
+    # Releases of transformers spell the types differently, but agree on the default pattern.
+    del values["layer_types"]
+    if spec.layer_types != ModelSpec(num_hidden_layers=spec.num_hidden_layers).layer_types:
+        values["layer_types"] = list(spec.layer_types)
     return values
 
 
