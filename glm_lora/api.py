@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from glm_lora.protocols import AdapterState
     from glm_lora.report.console import Listener
 
-DEFAULT_MODEL = "GLM-5.3-Flash-4layer"
+from glm_lora.settings import DEFAULT_MODEL
+
 Folder = str | Path
 
 
