@@ -306,6 +306,10 @@ class SglangEngine:
             for task in tasks:
                 task.cancel()
 
+    def alive(self) -> bool:
+        """Whether every server that was started here is still running."""
+        return all(server.alive() for server in self._servers)
+
     def _deaths(self) -> str:
         dead = [s for s in self._servers if not s.alive()]
         return "".join(f"\nSGLang at {s.url} has ended; its log ends:\n{s.tail()}" for s in dead)
