@@ -81,8 +81,13 @@ def save_train_state(
     ctx = ctx or ParallelContext()
     partial = folder.with_name(folder.name + PARTIAL)
 
+    size = _size(tensors, ctx, group)
+
     def begin() -> None:
         make_folder(folder.parent)
+        if free_bytes(folder.parent) < size + _FULL:
+            # Known before: a disk filled to the brim would hurt all that writes to it.
+            raise OSError(errno.ENOSPC, "No space left on device")
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir()
@@ -130,6 +135,20 @@ def _together(
     for each in errors:
         if each is not None:
             raise each
+
+
+def _size(tensors: Mapping[str, LocalTensor], ctx: ParallelContext, group: Any) -> int:
+    """Bytes of the whole state: every piece once."""
+    mine = sum(
+        local.tensor.nbytes
+        for local in tensors.values()
+        if ctx.dp_rank == 0 and (local.tp_axis is not None or ctx.tp_rank == 0)
+    )
+    sizes = [mine]
+    if ctx.world_size > 1:
+        sizes = [0] * ctx.world_size
+        dist.all_gather_object(sizes, mine, group=group)
+    return sum(sizes)
 
 
 def _cause(folder: Path, failures: CheckpointException) -> OSError:

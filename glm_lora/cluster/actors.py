@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +191,24 @@ class EnginePartActor(_OnDevices):
 
 
 class RayTrainer:
-    """The ``Trainer`` whose ranks are Ray actors; every call is made on all of them."""
+    """The ``Trainer`` whose ranks are Ray actors; every call is made on all of them.
+
+    Args:
+        config: Limits and the size of the world.
+        selection: What is trained.
+        actors: One ``RankActor`` per rank.
+        check: Called while waiting; raises when the run is to end.
+    """
 
     def __init__(
-        self, config: TrainConfig, selection: Selection, actors: Sequence[ActorHandle]
+        self,
+        config: TrainConfig,
+        selection: Selection,
+        actors: Sequence[ActorHandle],
+        check: Callable[[], None],
     ) -> None:
         self._actors = list(actors)
+        self._check = check
         self._limit = config.step_timeout
         (address,) = results(
             [self._actors[0].address.remote()], "starting the trainer", TrainingError, CALL_TIMEOUT
@@ -217,7 +229,7 @@ class RayTrainer:
         self.wait_ready()
         shared = [ray.put(arg) for arg in args]
         refs = [actor.call.remote(name, *shared, **kwargs) for actor in self._actors]
-        return results(refs, f"trainer.{name}", TrainingError, self._limit)[0]
+        return results(refs, f"trainer.{name}", TrainingError, self._limit, self._check)[0]
 
     def step(self, batch: TrainBatch) -> StepStats:
         """See ``protocols.Trainer``."""

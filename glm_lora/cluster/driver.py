@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,6 +158,7 @@ def train(
                     from glm_lora.cluster.ray_parts import ray_runtime
 
                     placement = stack.enter_context(ray_runtime(config))
+                stop.polled = True
                 # Ray has put its own handler of SIGTERM in the place of ours.
                 stack.enter_context(stop_on_signal(listener, stop))
                 _run_on_ray(plan, placement, run, folder, listener, stop, resume)
@@ -200,7 +202,9 @@ def _run_on_ray(
 
     config, losses = plan.config, 0
     while True:
-        parts = ray_parts(config, plan.selection, placement, listener.note, again=losses > 0)
+        parts = ray_parts(
+            config, plan.selection, placement, listener.note, stop.check, again=losses > 0
+        )
         try:
             with parts as (trainer, engine):
                 run(trainer, engine, resume, losses)
@@ -319,16 +323,14 @@ def stop_on_signal(listener: Listener, request: StopRequest | None = None) -> It
         if request.requested:
             raise KeyboardInterrupt
         request.requested = True
+        request.deadline = time.monotonic() + STOP_LIMIT
         listener.note("stopping; everything is saved (again to stop at once)")
-        signal.setitimer(signal.ITIMER_REAL, STOP_LIMIT)
-        if request.sampling:
-            raise Interrupted("stopped while sampling")
+        if not request.polled:
+            signal.setitimer(signal.ITIMER_REAL, STOP_LIMIT + 0.1)
+            request.check()
 
     def overdue(number: int, frame: Any) -> None:
-        raise Interrupted(
-            f"the update did not finish within {STOP_LIMIT:g} s of the signal and is given up; "
-            "the last checkpoint stands"
-        )
+        request.check()
 
     handlers = {signal.SIGINT: asked, signal.SIGTERM: asked, signal.SIGALRM: overdue}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}

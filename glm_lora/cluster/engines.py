@@ -79,6 +79,7 @@ class EnginePool:
         call_limit: Seconds any other call may take.
         max_restarts: Restarts of one engine without a finished batch in between.
         note: Told about every lost engine.
+        check: Called while waiting for samples; raises when the run is to end.
     """
 
     def __init__(
@@ -89,11 +90,12 @@ class EnginePool:
         call_limit: float,
         max_restarts: int,
         note: Callable[[str], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._members = [_Member(number, handle) for number, handle in enumerate(handles)]
         self._rollout_limit, self._call_limit = rollout_limit, call_limit
         self._max_restarts = max_restarts
-        self._note = note
+        self._note, self._check = note, check
         self._held: OrderedDict[AdapterRef, AdapterState] = OrderedDict()
         self._released = self._closed = False
         self.restarts = 0
@@ -183,6 +185,7 @@ class EnginePool:
     ) -> list[list[int]]:
         """Wait a moment for finished batches; returns the batches of engines that were lost."""
         running = {ref: m for m in self._members for ref in m.running}
+        self._check()
         done, _ = ray.wait(list(running), num_returns=1, timeout=_POLL)
         for ref in done:
             member = running[ref]

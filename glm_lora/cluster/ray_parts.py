@@ -275,6 +275,7 @@ def ray_parts(
     selection: Selection,
     placement: Placement,
     note: Callable[[str], None],
+    check: Callable[[], None],
     *,
     again: bool,
 ) -> Iterator[tuple[Trainer, RolloutEngine]]:
@@ -285,6 +286,7 @@ def ray_parts(
         selection: What is trained.
         placement: Who sits where.
         note: Told about lost engines.
+        check: Called while waiting; raises when the run is to end.
         again: After a loss: a machine that is gone gets time to come back.
 
     Raises:
@@ -302,6 +304,7 @@ def ray_parts(
             call_limit=CALL_TIMEOUT,
             max_restarts=config.max_restarts,
             note=note,
+            check=check,
         )
         # Both sides load their model at the same time, unless they share GPUs.
         stack.callback(_end_all, handles)
@@ -315,7 +318,7 @@ def ray_parts(
             for seat in placement.ranks
         ]
         stack.callback(kill, ranks)
-        trainer = RayTrainer(config, selection, ranks)
+        trainer = RayTrainer(config, selection, ranks, check)
         trainer.wait_ready()
         if config.sglang.sglang_colocated:
             # The engine measures the memory that is free when it starts.

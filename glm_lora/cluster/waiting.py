@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -23,7 +23,11 @@ _GRACE = 5.0
 
 
 def results(
-    refs: Sequence[ray.ObjectRef], what: str, failure: type[GlmLoraError], limit: float
+    refs: Sequence[ray.ObjectRef],
+    what: str,
+    failure: type[GlmLoraError],
+    limit: float,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Results in order; the first error of any process is raised without waiting for the others.
 
@@ -32,6 +36,7 @@ def results(
         what: What was asked for, for messages.
         failure: Class of errors that are none of ours.
         limit: Seconds all of them may take together.
+        check: Called now and then; raises when waiting is to end.
 
     Raises:
         ProcessLost: A process is gone, silent for ``limit`` seconds, or lost its connection to
@@ -43,6 +48,7 @@ def results(
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=_POLL)
         if not done:
+            check()
             if time.monotonic() > end:
                 raise ProcessLost(f"{what} did not finish within {limit:g} s")
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import shutil
 import time
@@ -83,7 +84,22 @@ class StopRequest:
 
     requested: bool = False
     sampling: bool = False
-    """While this is set the handler may raise Interrupted: nothing is lost but samples."""
+    """While this is set the run may be ended at once: nothing is lost but samples."""
+    polled: bool = False
+    """Who waits calls ``check``; else the handler itself raises (Ray's own code does not allow)."""
+    deadline: float = math.inf
+    """When an update that is still running is given up (``time.monotonic``)."""
+
+    def check(self) -> None:
+        """Raise Interrupted when the run is to end where it waits now."""
+        if self.requested and self.sampling:
+            raise Interrupted("stopped while sampling")
+        if time.monotonic() > self.deadline:
+            self.deadline = math.inf  # what ends the run must not be interrupted again
+            raise Interrupted(
+                "the update did not finish in time after the signal and is given up; the last "
+                "checkpoint stands"
+            )
 
 
 @dataclass

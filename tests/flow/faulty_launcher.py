@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 
 from glm_lora.cli import main
 from glm_lora.cluster import agreement
@@ -32,8 +33,7 @@ def break_updates(fault: str) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if fault == "raise":
                     raise ZeroDivisionError("rank 1 has a fault")
-                sums.loss = sums.loss * float("nan")
-                return sums
+                return replace(sums, loss=sums.loss * float("nan"))
 
             step.policy_loss = loss
         return real(self, batch, **kwargs)

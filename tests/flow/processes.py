@@ -22,15 +22,22 @@ LAUNCHER = str(ROOT / "launchers" / "run_glm5_3_flash_lora.py")
 class Run:
     """``train --model-name tiny`` in a process; leaving the ``with`` block leaves none behind."""
 
-    def __init__(self, root: Path, run_dir: Path, *options: str, launcher: str = "ray") -> None:
+    def __init__(
+        self,
+        root: Path,
+        run_dir: Path,
+        *options: str,
+        launcher: str = "ray",
+        log: Path | None = None,
+    ) -> None:
         self.dir = run_dir
-        self.log = run_dir.with_suffix(".log")
+        self.log = log or run_dir.with_suffix(".log")
         command = [sys.executable, LAUNCHER, "train", "--model-name", "tiny"]
         command += ["--run-dir", str(run_dir), "--launcher", launcher, *folders(root), *options]
-        with self.log.open("ab") as log:
+        with self.log.open("ab") as stream:
             self.process = subprocess.Popen(
                 command,
-                stdout=log,
+                stdout=stream,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
             )

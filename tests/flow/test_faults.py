@@ -204,18 +204,14 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(tiny_root, tmp_path, undi
         pytest.skip("mounting is not allowed here")
     try:
         more = ["--save-interval", "1", "--keep-last", "9"]
-        with Run(tiny_root, disk / "run", *options(*more)) as run:
-            run.until(lambda: "no checkpoint after" in _text(disk), "a failed save")
+        with Run(tiny_root, disk / "run", *options(*more), log=tmp_path / "log") as run:
+            run.until(lambda: "no checkpoint after" in run.text(), "a failed save")
             last = latest_checkpoint(disk / "run")
             assert last is not None, "the last good one is kept"
             for old in sorted((disk / "run" / "checkpoints").glob("iter_*"))[:-1]:
                 subprocess.run(["rm", "-r", str(old)], check=True)
-            assert run.wait() == 0, _text(disk)
+            assert run.wait() == 0, run.text()
         assert metric(disk / "run", "train/grad_norm") == metric(undisturbed, "train/grad_norm")
         assert adapter(disk / "run") == adapter(undisturbed)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def _text(disk: Path) -> str:
-    return (disk / "run.log").read_text()

@@ -65,7 +65,9 @@ def test_a_fault_in_one_rank_stops_all(tiny_root, tmp_path, fault, said, shape):
     assert seconds < 60, f"stopped after {seconds:.0f} s"
     assert metric(run, "rollout/step") == [0, 1, 2], "the faulty step does not count"
     saved = latest_checkpoint(run)
-    assert saved is not None and saved.name == "iter_0000003"
+    # A checkpoint is written beside the training: a killed rank may take an unfinished one along.
+    finished = {"iter_0000003"} | ({"iter_0000002"} if fault == "die" else set())
+    assert saved is not None and saved.name in finished
 
 
 @pytest.mark.parametrize(
