@@ -17,6 +17,7 @@ from glm_lora.arch.spec import ModelSpec
 from glm_lora.config import PrepareConfig, SelectionConfig, TrainConfig, build
 from glm_lora.errors import ConfigError, did_you_mean
 from glm_lora.options import collect, leaves
+from glm_lora.settings import DEFAULT_MODEL
 from glm_lora.targets.resolve import resolve
 from glm_lora.targets.selection import Selection
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from glm_lora.checkpoint.prepare import PrepareResult
     from glm_lora.protocols import AdapterState
     from glm_lora.report.console import Listener
-
-from glm_lora.settings import DEFAULT_MODEL
 
 Folder = str | Path
 
