@@ -379,6 +379,9 @@ def _leading_trainer(plan: Plan, world: tuple[int, int]) -> Trainer:
 def _follow_rank_zero(plan: Plan, world: tuple[int, int]) -> None:
     from glm_lora.cluster.spmd import follow
 
+    # A signal goes to all ranks; rank 0 decides, and needs the others to save.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     worker, control = _torchrun_worker(plan, world)
     try:
         follow(worker, control)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,8 +21,13 @@ SCRIPT = Path(__file__).parent / "faulty_launcher.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def torchrun(root: Path, run: Path, fault: str, *options: str) -> tuple[int, str, float]:
-    """Exit code, everything printed, seconds from the third rollout (or the start) to the end."""
+def torchrun(
+    root: Path, run: Path, fault: str, *options: str, sign: int = 0
+) -> tuple[int, str, float]:
+    """Exit code, everything printed, seconds from the third rollout (or the start) to the end.
+
+    ``sign`` is sent after the third rollout.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(SCRIPT), fault]
     command += ["train", "--model-name", "tiny", "--run-dir", str(run), *folders(root), *options]
@@ -40,6 +46,8 @@ def torchrun(root: Path, run: Path, fault: str, *options: str) -> tuple[int, str
         metrics = run / "metrics.jsonl"
         if not reached and metrics.exists() and len(metrics.read_text().splitlines()) == 3:
             reached = time.monotonic()
+            if sign:
+                process.send_signal(sign)
         time.sleep(0.05)
     return process.returncode, log.read_text(), time.monotonic() - reached
 
@@ -81,3 +89,14 @@ def test_ranks_that_differ_are_refused_at_the_start(tiny_root, tmp_path, fault, 
     code, text, _ = torchrun(tiny_root, run, fault, *SAVING, *shape)
     assert code != 0 and said in text, text
     assert not (run / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_preemption_of_torchrun_saves(tiny_root, tmp_path, sign):
+    run = tmp_path / "run"
+    shape = ["--num-rollout", "500", "--tensor-model-parallel-size", "2"]
+    code, text, seconds = torchrun(tiny_root, run, "none", *shape, sign=sign)
+    assert code != 0 and seconds < 60, text
+    saved = latest_checkpoint(run)
+    done = len(metric(run, "rollout/step"))
+    assert saved is not None and saved.name == f"iter_{done:07d}", text
