@@ -68,6 +68,7 @@ def _init(address: str, num_cpus: int, num_gpus: int) -> None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
             ray.init(
+                address="local",  # never another user's that happens to run on this machine
                 num_cpus=num_cpus,
                 num_gpus=num_gpus,
                 include_dashboard=False,

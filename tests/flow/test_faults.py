@@ -205,11 +205,17 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(tiny_root, tmp_path, undi
     try:
         more = ["--save-interval", "1", "--keep-last", "9"]
         with Run(tiny_root, disk / "run", *options(*more), log=tmp_path / "log") as run:
-            run.until(lambda: "no checkpoint after" in run.text(), "a failed save")
-            last = latest_checkpoint(disk / "run")
-            assert last is not None, "the last good one is kept"
-            for old in sorted((disk / "run" / "checkpoints").glob("iter_*"))[:-1]:
-                subprocess.run(["rm", "-r", str(old)], check=True)
+            assert run.wait() == 1, run.text()
+            assert "no checkpoint after" in run.text() and "is full" in run.text()
+            assert "the last checkpoint was not written" in run.text()
+        assert metric(disk / "run", "rollout/step") == list(range(ROLLOUTS)), "the run went on"
+        assert metric(disk / "run", "train/grad_norm") == metric(undisturbed, "train/grad_norm")
+        good = sorted((disk / "run" / "checkpoints").iterdir())
+        assert good[-1] == latest_checkpoint(disk / "run") and good[-1].suffix == ""
+        for old in good[:-1]:
+            subprocess.run(["rm", "-r", str(old)], check=True)
+        more = ["--resume", "--save-interval", "0", "--keep-last", "1"]
+        with Run(tiny_root, disk / "run", *options(*more), log=tmp_path / "log") as run:
             assert run.wait() == 0, run.text()
         assert metric(disk / "run", "train/grad_norm") == metric(undisturbed, "train/grad_norm")
         assert adapter(disk / "run") == adapter(undisturbed)
