@@ -116,22 +116,23 @@ def fused_delta_rule(
     """
     from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
 
-    (_, number, length), *others = batch.runs
-    # Equal lengths need no table of chunks.
-    shape = (1, q.shape[0]) if others else (number, length)
-    bounds = {"cu_seqlens": batch.device_bounds, "cu_seqlens_cpu": batch.bounds} if others else {}
+    from glm_lora.model.kernels.kda import unit
+
+    # Its own norm is tuned again for every 1024 tokens more, and other kernels for every number of
+    # rows: hence the norm before it, and one row always.
+    one = len(batch.bounds) == 2
+    bounds = {} if one else {"cu_seqlens": batch.device_bounds, "cu_seqlens_cpu": batch.bounds}
     out, _ = chunk_kda(
-        *(x.unflatten(0, shape) for x in (q, k, v, decay, beta)),
+        *(x.unsqueeze(0) for x in (unit(q), unit(k), v, decay, beta)),
         A_log=log_rate,
         dt_bias=time_bias,
         lower_bound=lower_bound,
         safe_gate=True,
         use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
-        use_qk_l2norm_in_kernel=True,
         **bounds,
     )
-    return out.flatten(0, 1)
+    return out.squeeze(0)
 
 
 def chunk_length(length: int, lower_bound: float) -> int:

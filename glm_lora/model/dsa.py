@@ -118,7 +118,7 @@ class SparseAttention(nn.Module):
         return attend(q, kv, *index)
 
     def _in_equal_blocks(self, q: Tensor, kv: Tensor, *index: Tensor) -> Tensor:
-        """``_masked`` on sizes that come again: cuDNN takes seconds to plan for a new one.
+        """``_masked`` on sizes that come again: cuDNN plans each new one for half a second.
 
         One sequence at a time, filled up with zeros, which no token before them sees.
         """
@@ -129,7 +129,8 @@ class SparseAttention(nn.Module):
             inputs = (x[row : row + 1] for x in (q, kv, *index))
             if more:
                 inputs = (F.pad(x, (0, 0) * (x.dim() - 2) + (0, more)) for x in inputs)
-            rows.append(self._masked(*inputs)[:, :length])
+            q_row, kv_row, *index_row = inputs
+            rows.append(self._masked(q_row, kv_row, *index_row)[:, :length])
         return torch.cat(rows)
 
     def _masked(self, q: Tensor, kv: Tensor, *index: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class LinearAttention(nn.Module):
         heads = (batch.num_tokens, self.heads, self.head_dim)
         q, k, v, beta = self._convolved(mixed, batch)
         q, k, v, decay = (t.view(heads) for t in (q, k, v, decay))
-        if takes("delta_rule", q) and -5 <= self.lower_bound < 0:
+        if self._has_kernel(q):
             gates = (self.log_rate, self.time_bias, self.lower_bound)
             o = fused_delta_rule(q, k, v, decay, beta, *gates, batch)
         else:
@@ -93,6 +93,10 @@ class LinearAttention(nn.Module):
             o = by_sequence(batch, rule, q, k, v, log_decay, torch.sigmoid(beta))
         o = gated_rms_norm(o, gate.view(heads), self.out_norm, self.eps)
         return leave_tp(self.out(o.reshape(batch.num_tokens, self.width)), self.ctx)
+
+    def _has_kernel(self, q: Tensor) -> bool:
+        d, bound = self.head_dim, self.lower_bound
+        return takes("delta_rule", q) and -5 <= bound < 0 and d.bit_count() == 1 and d <= 256
 
     def _convolved(self, mixed: Tensor, batch: ModelBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v ``[N, width]`` and beta before its sigmoid ``[N, heads]``."""

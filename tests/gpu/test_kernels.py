@@ -95,6 +95,15 @@ def test_gated_norm(draw):
     both(lambda x, g: gated_rms_norm(x, g, weight, 1e-5), exact, inputs)
 
 
+def test_unit_norm(draw):
+    from glm_lora.model.kernels.kda import unit
+
+    def exact(x):
+        return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    both(unit, exact, [draw(77, 3, 128)])
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_swiglu(draw, scaled):
     from glm_lora.model.kernels.moe import swiglu

@@ -1,4 +1,4 @@
-"""KDA around the delta rule: short convolution with SiLU, and the gated output norm.
+"""KDA around the delta rule: short convolution with SiLU, unit norm, gated output norm.
 
 Shapes: N tokens, W channels of each of q, k and v, K taps, R rows of head size D.
 """
@@ -211,3 +211,53 @@ class _GatedNorm(torch.autograd.Function):
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of ``x`` over the last axis (a power of two) times ``sigmoid(gate)``."""
     return _GatedNorm.apply(x, gate, weight, eps)  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _unit_forward(x, out, inverses, rows, eps, D: tl.constexpr, BR: tl.constexpr):
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    at = r.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    inside = r[:, None] < rows
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(value * value, 1) + eps)
+    tl.store(out + at, (value * inverse[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(inverses + r, inverse, mask=r < rows)
+
+
+@triton.jit
+def _unit_backward(y, inverses, dy, dx, rows, D: tl.constexpr, BR: tl.constexpr):
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    at = r.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    inside = r[:, None] < rows
+    unit = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.load(inverses + r, mask=r < rows, other=0.0)[:, None]
+    slope = (up - unit * tl.sum(unit * up, 1)[:, None]) * inverse
+    tl.store(dx + at, slope.to(dx.dtype.element_ty), mask=inside)
+
+
+class _UnitNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        x, size = x.contiguous(), x.shape[-1]
+        rows = x.numel() // size
+        out = torch.empty_like(x)
+        inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
+        block = max(1, 4096 // size)
+        _unit_forward[(triton.cdiv(rows, block),)](x, out, inverse, rows, eps, size, block)
+        ctx.save_for_backward(out, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        out, inverse = ctx.saved_tensors
+        dy, size = grads[0].contiguous(), out.shape[-1]
+        dx, block = torch.empty_like(out), max(1, 4096 // size)
+        rows = inverse.shape[0]
+        _unit_backward[(triton.cdiv(rows, block),)](out, inverse, dy, dx, rows, size, block)
+        return dx, None
+
+
+def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(sum(x^2) + eps)`` over the last axis, a power of two."""
+    return _UnitNorm.apply(x, eps)  # pyright: ignore[reportReturnType]
