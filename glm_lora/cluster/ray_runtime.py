@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 
 import ray
@@ -12,6 +13,8 @@ from ray._private import ray_constants
 
 from glm_lora.cluster.placement import LOOPBACK
 from glm_lora.errors import ConfigError, RunError
+
+_CONNECT_LIMIT = 10.0
 
 
 @contextlib.contextmanager
@@ -31,6 +34,8 @@ def ray_session(address: str, num_cpus: int, num_gpus: int) -> Iterator[None]:
     if ray.is_initialized():
         yield  # the embedding program's own session
         return
+    if address:
+        _check_listening(address)
     with contextlib.nullcontext() if address else _loopback_only():
         _init(address, num_cpus, num_gpus)
         try:
@@ -38,6 +43,25 @@ def ray_session(address: str, num_cpus: int, num_gpus: int) -> Iterator[None]:
         finally:
             # Leaves a cluster that was joined; ends the processes of one that was started here.
             ray.shutdown()
+
+
+def _check_listening(address: str) -> None:
+    """Find out at once that nothing listens: Ray itself tries for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_LIMIT).close()
+    except OSError as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"--ray-address {address}: no Ray cluster answers ({error})",
+        "the address of a running cluster",
+        "Start one with 'ray start --head', or leave the option out for a local one",
+    )
 
 
 @contextlib.contextmanager
@@ -77,11 +101,7 @@ def _init(address: str, num_cpus: int, num_gpus: int) -> None:
                 _node_ip_address=LOOPBACK,
             )
     except ConnectionError as error:
-        raise ConfigError(
-            f"--ray-address {address}: no Ray cluster answers ({error})",
-            "the address of a running cluster",
-            "Start one with 'ray start --head', or leave the option out for a local one",
-        ) from error
+        raise _no_cluster(address, error) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise _not_started(address, error) from error
 
