@@ -140,7 +140,8 @@ class SparseAttention(nn.Module):
         starts = range(self.limit, length, ROWS_PER_BLOCK)
         stops = [*starts, length]
         queries = q.transpose(1, 2).split([b - a for a, b in pairwise([0, *stops])], dim=2)
-        masks = chain([None], self.indexer.visible(*index, self.limit))
+        index_query, index_parts = index
+        masks = chain([None], self.indexer.visible(index_query, index_parts, self.limit))
         keys: Any = _Prefixes.apply(kv, self.qk_dim, stops)
         outs = [
             attention(part, k, v, seen, scale)
