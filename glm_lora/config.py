@@ -236,7 +236,7 @@ class TrainConfig(_Strict):
     lora_adapter_path: Path | None = None
     """Folder of an adapter (PEFT or SGLang names) to start from instead of zero."""
     init: Literal["base", "random"] = "base"
-    """random: no base on disk, weights from the seed."""
+    """random: no base is read, every rank makes its weights from the seed, as prepare does."""
     tensorboard: bool = True
     """Write TensorBoard event files to the run's logs folder."""
     wandb: bool = False

@@ -53,6 +53,10 @@ def plan(config: TrainConfig) -> Plan:
     from glm_lora.rollout.engine import check_engine
 
     check_engine(config)
+    if config.init == "random":
+        return Plan(
+            config, spec, resolution, {"fingerprint": f"random weights, seed {config.seed}"}
+        )
     # After the selection: a wrong target is reported even where no base exists yet.
     from glm_lora.checkpoint.manifest import check_base
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from glm_lora.arch.spec import ModelSpec
+from glm_lora.checkpoint.random_init import init_random
 from glm_lora.checkpoint.torch_dist import load_base
 from glm_lora.checkpoint.train_state import LocalTensor, load_train_state, save_train_state
 from glm_lora.config import TrainConfig
@@ -96,7 +97,10 @@ def build_worker(config: TrainConfig, selection: Selection) -> TrainWorker:
     context = init_parallel(config.parallel, device)
     dtype = getattr(torch, config.dtype)
     stage = build_stage(spec, context, dtype=dtype, recompute=config.parallel.recompute)
-    load_base(stage, config.ref_load)
+    if config.init == "random":
+        init_random(stage, config.seed)
+    else:
+        load_base(stage, config.ref_load)
     return TrainWorker(config, selection, spec, stage, context)
 
 

@@ -55,7 +55,7 @@ def call(tiny_root, tmp_path, capsys, monkeypatch):
         (["--target-modules", "attn,mlp"], "kv_b_proj"),
         (["--target-modules", "mlp", "--exclude-modules", "*.kv_b_proj"], "experts"),
         (["--target-modules", "*.self_attn.kv_b_proj"], "never called"),
-        (["--tensor-model-parallel-size", "2"], "do not divide"),
+        (["--tensor-model-parallel-size", "2"], "a multiple of 2 ranks"),
         (["--num-gpus-per-node", "2"], "inline"),
         (["--resume"], "holds no run"),
         (["--adapter", "a.toml", "--lora-rank", "4"], "--lora-rank"),

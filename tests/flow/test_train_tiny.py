@@ -338,3 +338,20 @@ def test_an_engine_that_keeps_the_old_adapter_stops_the_run(tiny_root, tmp_path,
     assert train(tiny_root, tmp_path / "run", "--num-rollout", "3") == 1
     assert len(loads) == 2
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no rollout counts as done"
+
+
+def test_random_weights_need_no_base_and_equal_the_random_base(tiny, tmp_path):
+    """`train --init random` makes in memory what `prepare --init random` writes to disk."""
+    import shutil
+
+    hf = tmp_path / "models" / "tiny"
+    options = ["--model-name", "tiny", *folders(tmp_path)]
+    made = main(["prepare", *options, "--init", "random", "--seed", "5", "--to-hf", str(hf)])
+    assert made == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.hf_checkpoint / name, hf / name)
+    fast = ["--num-rollout", "1", "--seed", "5", "--logprob-diff-limit", "1e-4"]
+    assert train(tmp_path, tmp_path / "from-base", *fast) == 0
+    missing = ["--ref-load", str(tmp_path / "nothing")]
+    assert train(tmp_path, tmp_path / "in-memory", "--init", "random", *missing, *fast) == 0
+    assert adapter(tmp_path / "in-memory") == adapter(tmp_path / "from-base")
