@@ -173,7 +173,7 @@ class _LoraProduct(torch.autograd.Function):
         da = (dz.t() @ x).to(torch.float32)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = (dz @ a).addmm_(dy, weight)
+            dx = _sum_of_products(dz, a, dy, weight)
         pairs: list[Tensor] = []
         start = 0
         for db, scaling in zip(out, ctx.scalings, strict=True):
@@ -188,9 +188,16 @@ def _with_deltas(
 ) -> Tensor:
     """``x W^T`` plus ``z_i B_i^T`` on the columns ``spans[i]``, which ascend.
 
-    The deltas come first: the large product then adds them in its last pass, where a small product
-    on top would read and write the whole result once more.
+    On a GPU the deltas come first: the large product then adds them in its last pass, where a small
+    product on top would read and write the whole result once more.
     """
+    if x.device.type != "cuda":
+        y, start = x @ weight.t(), 0
+        for span, b in zip(spans, bs, strict=True):
+            stop = start + b.shape[1]
+            y[:, span].addmm_(z[:, start:stop], b.to(x.dtype).t())
+            start = stop
+        return y
     y = x.new_empty(x.shape[0], weight.shape[0])
     start = done = 0
     for span, b in zip(spans, bs, strict=True):
@@ -200,6 +207,13 @@ def _with_deltas(
         start, done = stop, span.stop
     y[:, done:].zero_()
     return y.addmm_(x, weight.t())
+
+
+def _sum_of_products(dz: Tensor, a: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
+    """``dz A + dy W``, in the order of ``_with_deltas``."""
+    if dy.device.type != "cuda":
+        return (dy @ weight).addmm_(dz, a)
+    return (dz @ a).addmm_(dy, weight)
 
 
 def _stacked(factors: Sequence[Tensor], scalings: Sequence[float]) -> Tensor:
