@@ -34,7 +34,10 @@ def export(
     ] = "requantise",
     license_: Annotated[str, typer.Option("--license", help="Of the adapter.")] = "other",
     check: Annotated[
-        bool, typer.Option("--check", help="Reload with stock PEFT and compare every tensor.")
+        bool,
+        typer.Option(
+            "--check", help="Reload with stock PEFT: compare every tensor, and (--run) the trainer."
+        ),
     ] = False,
 ) -> None:
     """Write an adapter for PEFT or SGLang, or merge it into a whole checkpoint."""
@@ -63,8 +66,19 @@ def export(
     if check:
         if format_ != "peft" or base is None:
             raise ConfigError("--check", "--format peft and a base (--hf-checkpoint)")
-        report = check_peft(output, base, source.state)
+        references = []
+        if run is not None:
+            from glm_lora.cluster.evaluation import trainer_references
+
+            references = trainer_references(run)
+        report = check_peft(output, base, source.state, references)
         out.print(f"checked: stock PEFT uses all {report.num_tensors} tensors, bit-equal")
+        if references:
+            out.print(
+                f"checked: log-probabilities of {len(references)} prompts equal the trainer's "
+                f"within {report.max_difference:.1e} (the adapter changes them by up to "
+                f"{report.effect:.2f})"
+            )
     out.print(f"written to {output}", soft_wrap=True)
 
 

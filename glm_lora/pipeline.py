@@ -73,7 +73,8 @@ def train(job: Job, experience: Experience) -> None:
     job.recorder.add(difference)
     if not experience.batch.stale:  # an older adapter's samples differ by the update in between
         limit = job.config.rollout.logprob_diff_limit
-        check_logprob_difference(difference, limit, job.dtype)
+        with job.saved_on_failure(experience.batch.step):
+            check_logprob_difference(difference, limit, job.dtype)
 
 
 def sync(job: Job, probe: Probe, snapshot: Snapshot) -> AdapterState:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.cluster.driver import prompts_of
-from glm_lora.config import TrainConfig, from_toml
+from glm_lora.config import ParallelConfig, TrainConfig, from_toml
+from glm_lora.export.check import Reference
 from glm_lora.export.source import from_run
 from glm_lora.protocols import SamplingParams
 from glm_lora.report.run_folder import CONFIG
@@ -14,6 +16,43 @@ from glm_lora.rl.chat import ChatFormat
 from glm_lora.rl.evaluate import compare
 from glm_lora.rl.rewards import reward_of
 from glm_lora.rollout.engine import build_engine
+
+CHECKED_TOKENS = 256
+"""Longest sequence that ``export --check`` scores."""
+
+
+def trainer_references(run: Path) -> list[Reference]:
+    """What the trainer itself says of some sequences under a run's newest checkpoint.
+
+    The trainer is built in this process with one rank; the sequences are the run's first prompts.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: The run or a prompt file cannot be used.
+    """
+    from glm_lora.cluster.plan import plan
+    from glm_lora.train.worker import build_worker, init_process_group
+
+    config = from_toml(TrainConfig, run / CONFIG)
+    alone = config.model_copy(
+        update={"parallel": ParallelConfig(), "num_nodes": 1, "num_gpus_per_node": 1}
+    )
+    checked = plan(alone)
+    init_process_group(alone, 0, 1, None)
+    worker = build_worker(alone, checked.selection)
+    folder = latest_checkpoint(run)
+    assert folder is not None, "from_run has found it"
+    worker.load(folder)
+    chat = ChatFormat.load(config.hf_checkpoint, checked.spec.eos_token_ids)
+    reward = reward_of(config.rollout)
+    try:
+        data = prompts_of(config.rollout, config.rollout.prompt_data, chat, reward)
+    finally:
+        reward.close()
+    sequences = [
+        (*prompt.ids, *chat.stop_token_ids)[:CHECKED_TOKENS] for prompt in data.files[0].prompts[:8]
+    ]
+    found = worker.logprobs(sequences)
+    return [Reference(tokens, values) for tokens, values in zip(sequences, found, strict=True)]
 
 
 def evaluate_run(

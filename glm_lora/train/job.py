@@ -21,7 +21,7 @@ from glm_lora.checkpoint.train_state import (
     prune_checkpoints,
 )
 from glm_lora.config import TrainConfig
-from glm_lora.errors import CheckpointError, Interrupted, RunError
+from glm_lora.errors import CheckpointError, Interrupted, RunError, TrainingError
 from glm_lora.export.peft import export_peft
 from glm_lora.protocols import (
     AdapterRef,
@@ -202,6 +202,15 @@ class Job:
             raise Interrupted(f"stopped before rollout {step}; {where}") from error
         finally:
             self.stop.sampling = False
+
+    @contextlib.contextmanager
+    def saved_on_failure(self, step: int) -> Iterator[None]:
+        """A health gate that stops the run inside leaves a checkpoint of what led to it."""
+        try:
+            yield
+        except TrainingError:
+            self.save(step + 1, needed=True)
+            raise
 
     def snapshot(self) -> Snapshot:
         """Gather the adapter and score the probe prompt with it."""

@@ -9,6 +9,7 @@ Legend: B sequences, T positions that predict a next token (L - 1).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,10 +194,13 @@ class Updater:
         old = [np.asarray(s.rollout_logprobs) for s in batch.samples] if batch.stale else None
         first: list[np.ndarray] | None = None
         metrics: dict[str, float] = {}
+        start = time.perf_counter()
         for _ in range(algorithm.updates_per_rollout):
             logprobs, metrics = self._update(batch, old=old, reference=reference)
             first = logprobs if first is None else first
             old = first if old is None else old
+        tokens = algorithm.updates_per_rollout * sum(s.num_tokens for s in batch.samples)
+        metrics["train/tokens_per_second"] = tokens / (time.perf_counter() - start)
         return StepStats(applied=True, metrics=metrics, logprobs=first or [])
 
     def _response_logprobs(self, batch: TrainBatch) -> list[np.ndarray]:

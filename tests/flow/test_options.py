@@ -1,0 +1,117 @@
+"""Options of a run that change what the loop does around the update."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from glm_lora.cli import main
+from tests.flow.test_train_tiny import adapter, metric, train
+from tests.prepared import folders
+
+
+def test_rollout_and_training_overlap_by_one_step(tiny_root, tmp_path):
+    run = tmp_path / "run"
+    assert train(tiny_root, run, "--num-rollout", "25", "--async-level", "1") == 0
+    staleness = metric(run, "rollout/staleness_max")
+    assert staleness == [0.0] + [1.0] * 24
+    rewards = metric(run, "rollout/raw_reward")
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+
+
+def test_evaluation_during_training(tiny_root, tiny, tmp_path):
+    run = tmp_path / "run"
+    options = ["--num-rollout", "4", "--eval-interval", "2"]
+    options += ["--eval-prompt-data", str(tiny.data["eval"])]
+    assert train(tiny_root, run, *options) == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert ["eval/pass@1" in line for line in lines] == [False, True, False, True]
+    assert lines[-1]["eval/prompts"] == 30
+
+
+def test_a_hard_limit_stops_the_run_after_saving(tiny_root, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train(tiny_root, run, "--num-rollout", "3", "--logprob-diff-limit", "1e-12") == 1
+    # The probe after the first sync is held to the same limit, before any rollout.
+    assert "1e-12" in capsys.readouterr().err
+
+
+def test_a_difference_in_the_samples_stops_the_run_after_saving(tiny_root, tmp_path, monkeypatch):
+    from glm_lora import pipeline
+    from glm_lora.errors import TrainingError
+
+    def refuse(*_) -> None:
+        raise TrainingError("trainer and engine differ")
+
+    monkeypatch.setattr(pipeline, "check_logprob_difference", refuse)
+    run = tmp_path / "run"
+    assert train(tiny_root, run, "--num-rollout", "3") == 1
+    assert [p.name for p in (run / "checkpoints").glob("iter_*")] == ["iter_0000001"]
+
+
+def test_dynamic_sampling_replaces_groups_that_teach_nothing(tiny_root, tmp_path):
+    run = tmp_path / "run"
+    assert train(tiny_root, run, "--num-rollout", "3", "--dynamic-sampling-limit", "3") == 0
+    assert metric(run, "rollout/zero_std_groups") is not None
+    assert all(m <= 3 for m in metric(run, "rollout/dynamic_extra_rounds"))
+    assert sum(metric(run, "rollout/dynamic_dropped_groups")) > 0
+
+
+def test_a_warm_start_continues_from_an_exported_adapter(tiny_root, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train(tiny_root, first, "--num-rollout", "12") == 0
+    options = ["--num-rollout", "1", "--lora-adapter-path", str(first / "adapter")]
+    assert train(tiny_root, second, *options) == 0
+    assert metric(second, "rollout/raw_reward")[0] > metric(first, "rollout/raw_reward")[0] + 0.1
+    assert adapter(second) != adapter(first)
+
+
+def test_a_warm_start_is_strict(tiny_root, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    first = tmp_path / "first"
+    assert train(tiny_root, first, "--num-rollout", "1") == 0
+    weights = first / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, weights)
+    options = ["--lora-adapter-path", str(first / "adapter")]
+    assert train(tiny_root, tmp_path / "second", *options) == 2
+    assert not (tmp_path / "second" / "metrics.jsonl").exists()
+
+
+def test_checkpoints_are_kept_as_asked(tiny_root, tmp_path):
+    run = tmp_path / "run"
+    options = ["--num-rollout", "7", "--save-interval", "1", "--keep-last", "2"]
+    assert train(tiny_root, run, *options, "--keep-every", "3") == 0
+    kept = sorted(int(p.name[5:]) for p in (run / "checkpoints").glob("iter_*"))
+    assert kept == [3, 6, 7]
+
+
+def test_wandb_gets_the_same_scalars_offline(tiny_root, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = tmp_path / "run"
+    assert train(tiny_root, run, "--num-rollout", "2", "--wandb") == 0
+    assert list((run / "logs").glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_tensorboard_gets_the_same_scalars(tiny_root, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    assert train(tiny_root, run, "--num-rollout", "2") == 0
+    events = EventAccumulator(str(run / "logs" / "tensorboard"))
+    events.Reload()
+    drawn = [e.value for e in events.Scalars("rollout/raw_reward")]
+    assert drawn == pytest.approx(metric(run, "rollout/raw_reward"), rel=1e-6)  # float32 events
+
+
+def test_the_packaged_word_problems_run_without_a_download(tiny_root, tmp_path: Path):
+    """Every path of a real task, scored by `math`; the tiny model cannot solve a single one."""
+    arguments = ["train", "--model-name", "tiny", "--launcher", "inline", *folders(tiny_root)]
+    arguments += ["--run-dir", str(tmp_path / "run"), "--prompt-data", "word-problems"]
+    arguments += ["--reward", "math", "--num-rollout", "1", "--rollout-batch-size", "2"]
+    assert main(arguments) in (0, 2)
