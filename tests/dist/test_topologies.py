@@ -92,7 +92,10 @@ def check(result, spec):
         scale = expected.abs().max().item()
         assert scale > 0, key
         close(result.gradients[key], expected, f"gradient of {key}", atol=1e-4 * scale)
-    assert result.norms == pytest.approx(want.norms, rel=1e-4)
+    # Before the first update only the order of sums differs. Later norms depend on adapters that
+    # AdamW, which divides by small moments, has moved apart within the tolerance checked below.
+    assert result.norms[0] == pytest.approx(want.norms[0], rel=2e-5)
+    assert result.norms == pytest.approx(want.norms, rel=3e-4)
     for key, expected in want.adapters.items():
         scale = expected.abs().max().item()
         close(result.adapters[key], expected, f"{key} after six steps", atol=1e-4 * scale)
