@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from glm_lora.cluster.agreement import Software, check_same_on_all_ranks, installed
+from glm_lora.cluster.every_rank import EveryRankTrainer
 from glm_lora.cluster.placement import EngineSeat, part_options
 from glm_lora.cluster.waiting import results
 from glm_lora.config import TrainConfig
 from glm_lora.errors import ProcessLost, TrainingError
-from glm_lora.protocols import AdapterState, StepStats, TrainBatch
 from glm_lora.targets.selection import Selection
 
 START_TIMEOUT = 3600.0
@@ -190,7 +188,7 @@ class EnginePartActor(_OnDevices):
         self._server.stop()
 
 
-class RayTrainer:
+class RayTrainer(EveryRankTrainer):
     """The ``Trainer`` whose ranks are Ray actors; every call is made on all of them.
 
     Args:
@@ -225,57 +223,12 @@ class RayTrainer:
             results(self._starting, "starting the trainer", TrainingError, START_TIMEOUT)
             self._starting = None
 
-    def _all(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def call_all(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """See ``EveryRankTrainer``."""
         self.wait_ready()
         shared = [ray.put(arg) for arg in args]
         refs = [actor.call.remote(name, *shared, **kwargs) for actor in self._actors]
         return results(refs, f"trainer.{name}", TrainingError, self._limit, self._check)[0]
-
-    def step(self, batch: TrainBatch) -> StepStats:
-        """See ``protocols.Trainer``."""
-        return self._all("step", batch)
-
-    def logprobs(
-        self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, adapter: bool = True
-    ) -> list[np.ndarray]:
-        """See ``protocols.Trainer``."""
-        return self._all("logprobs", sequences, temperature=temperature, adapter=adapter)
-
-    def adapter(self, dtype: str = "float32") -> AdapterState:
-        """See ``protocols.Trainer``."""
-        return self._all("adapter", dtype)
-
-    def set_adapter(self, state: AdapterState) -> None:
-        """See ``protocols.Trainer``."""
-        self._all("set_adapter", state)
-
-    def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """See ``protocols.Trainer``."""
-        self._all("save", folder, extra)
-
-    def begin_save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """See ``protocols.Trainer``."""
-        self._all("begin_save", folder, extra)
-
-    def finish_save(self) -> Mapping[str, float]:
-        """See ``protocols.Trainer``."""
-        return self._all("finish_save")
-
-    def load(self, folder: Path) -> Mapping[str, Any]:
-        """See ``protocols.Trainer``."""
-        return self._all("load", folder)
-
-    def verify_base(self) -> str:
-        """See ``protocols.Trainer``."""
-        return self._all("verify_base")
-
-    def offload(self) -> Mapping[str, float]:
-        """See ``protocols.Trainer``."""
-        return self._all("offload")
-
-    def onload(self) -> Mapping[str, float]:
-        """See ``protocols.Trainer``."""
-        return self._all("onload")
 
     def close(self) -> None:
         """End the rank processes."""

@@ -13,17 +13,14 @@ import contextlib
 import pickle
 import time
 import traceback
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch.distributed as dist
 
+from glm_lora.cluster.every_rank import EveryRankTrainer
 from glm_lora.errors import CheckpointError, GlmLoraError, ProcessLost, TrainingError
-from glm_lora.protocols import AdapterState, StepStats, TrainBatch
 
 if TYPE_CHECKING:
     from glm_lora.train.worker import TrainWorker
@@ -141,7 +138,7 @@ def follow(worker: TrainWorker, control: Control) -> None:
             _call(worker, control, name, args, kwargs)
 
 
-class LeadingTrainer:
+class LeadingTrainer(EveryRankTrainer):
     """The ``Trainer`` of rank 0: every call is made on all ranks at once."""
 
     def __init__(self, worker: TrainWorker, control: Control) -> None:
@@ -149,7 +146,8 @@ class LeadingTrainer:
         self._control = control
         self._broken = False
 
-    def _all(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def call_all(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """See ``EveryRankTrainer``."""
         if self._broken:
             raise TrainingError(f"trainer.{name}: the other ranks have ended")
         dist.broadcast_object_list([(name, args, kwargs)], src=0, group=self._control.group)
@@ -160,52 +158,6 @@ class LeadingTrainer:
         except BaseException:
             self._broken = True  # the followers have left their loop
             raise
-
-    def step(self, batch: TrainBatch) -> StepStats:
-        """See ``protocols.Trainer``."""
-        return self._all("step", batch)
-
-    def logprobs(
-        self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, adapter: bool = True
-    ) -> list[np.ndarray]:
-        """See ``protocols.Trainer``."""
-        return self._all("logprobs", sequences, temperature=temperature, adapter=adapter)
-
-    def adapter(self, dtype: str = "float32") -> AdapterState:
-        """See ``protocols.Trainer``."""
-        return self._all("adapter", dtype)
-
-    def set_adapter(self, state: AdapterState) -> None:
-        """See ``protocols.Trainer``."""
-        self._all("set_adapter", state)
-
-    def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """See ``protocols.Trainer``."""
-        self._all("save", folder, extra)
-
-    def begin_save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """See ``protocols.Trainer``."""
-        self._all("begin_save", folder, extra)
-
-    def finish_save(self) -> Mapping[str, float]:
-        """See ``protocols.Trainer``."""
-        return self._all("finish_save")
-
-    def load(self, folder: Path) -> Mapping[str, Any]:
-        """See ``protocols.Trainer``."""
-        return self._all("load", folder)
-
-    def verify_base(self) -> str:
-        """See ``protocols.Trainer``."""
-        return self._all("verify_base")
-
-    def offload(self) -> Mapping[str, float]:
-        """See ``protocols.Trainer``."""
-        return self._all("offload")
-
-    def onload(self) -> Mapping[str, float]:
-        """See ``protocols.Trainer``."""
-        return self._all("onload")
 
     def close(self) -> None:
         """Release the other ranks."""

@@ -91,7 +91,6 @@ def test_checkpoints_are_kept_as_asked(tiny_root, tmp_path):
 
 
 def test_wandb_gets_the_same_scalars_offline(tiny_root, tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="the wandb extra is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
     assert train(tiny_root, run, "--num-rollout", "2", "--wandb") == 0
