@@ -35,6 +35,18 @@ def cuda() -> Iterator[Finding]:
             yield ok(f"cuda:{index}", detail)
     yield _grouped_mm()
     yield ok("attention backends", ", ".join(_attention_backends()))
+    from glm_lora.model.fast import active_paths
+
+    yield from kernels(active_paths())
+
+
+def kernels(paths: Mapping[str, str]) -> Iterator[Finding]:
+    """What computes each part of the model, from ``model.fast.active_paths``."""
+    for part, kernel in paths.items():
+        if kernel.startswith("torch ("):
+            yield missing(part, f"plain {kernel}: slower", "pip install 'glm-lora[gpu]'")
+        else:
+            yield ok(part, kernel)
 
 
 def _no_cuda(built_for: str | None) -> Finding:

@@ -146,3 +146,12 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert main(["doctor", "--no-self-test", "--sglang-python", "nowhere/python"]) == 1
     lines = capsys.readouterr().out
     assert "mend: make sglang-env" in lines and "broken: sglang" in lines
+
+
+def test_a_part_without_its_kernel_is_named_with_what_mends_it():
+    from glm_lora.doctor.hardware import kernels
+
+    (slow,) = kernels({"KDA delta rule": "torch (no flash-linear-attention)"})
+    assert slow.state is State.MISSING and "gpu" in slow.mend
+    (fast,) = kernels({"hyper-connections": "triton"})
+    assert fast.state is State.OK and fast.detail == "triton"
