@@ -231,7 +231,6 @@ def train(
 ) -> None:
     """Train an adapter: sample, score, train, sync, until the last rollout."""
     from glm_lora.cluster.plan import plan
-    from glm_lora.report.console import ConsoleListener, JsonListener
 
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format {log_format}", "text or json")
@@ -267,7 +266,15 @@ def train(
         for line in describe(checked):
             out.print(line, soft_wrap=True, markup=False)
         return
+    _train_checked(checked, log_format, leading=leading, resume=resume, force=force)
+
+
+def _train_checked(
+    checked: Any, log_format: str, *, leading: bool, resume: bool, force: bool
+) -> None:
+    """Run a checked command and say where things are; silent on ranks that only follow."""
     from glm_lora.cluster.driver import train as run_training
+    from glm_lora.report.console import ConsoleListener, JsonListener
 
     if log_format == "json":
         log = JsonListener(typer.echo if leading else lambda line: None)
@@ -276,7 +283,7 @@ def train(
             log.event("finished", run_dir=str(folder.path))
         return
     console = out if leading else Console(quiet=True)
-    with ConsoleListener(console, 0, config.rollout.num_rollout) as listener:
+    with ConsoleListener(console, 0, checked.config.rollout.num_rollout) as listener:
         folder = run_training(checked, listener, resume=resume, force=force)
     if folder is not None:
         out.print(f"run folder  {folder.path}", soft_wrap=True)
@@ -337,7 +344,8 @@ def _announce(checked: Any) -> None:
         f"{selection.trainable_parameters:,} trainable parameters at rank {selection.rank}; "
         f"{config.launcher}, {config.world_size} trainer rank(s), "
         f"{config.rollout.rollout_engine} engine; {config.rollout.num_rollout} rollouts of "
-        f"{config.rollout.rollout_batch_size} x {config.rollout.n_samples_per_prompt} samples",
+        f"{config.rollout.rollout_batch_size} x {config.rollout.n_samples_per_prompt} samples; "
+        f"about {checked.memory.total / 2**30:.3g} GiB on the fullest trainer rank",
         soft_wrap=True,
     )
     for line in checked.resolution.warnings:

@@ -2,7 +2,7 @@
 
 Adapters are loaded under a new name for every version, so that nothing cached under an old name
 can be reused; at most two versions are loaded, and the server unloads the older one after the last
-request that uses it.
+request that uses it. The file is long because an adapter's whole life on the servers is in it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,100 +20,18 @@ from torch import Tensor
 from glm_lora.config import TrainConfig
 from glm_lora.errors import TrainingError
 from glm_lora.lora.state import AdapterSet
-from glm_lora.model.batch import ModelBatch, collate, distinct, pack
+from glm_lora.model.batch import ModelBatch, distinct
 from glm_lora.model.parallel import ParallelContext
 from glm_lora.model.schedule import run_microbatches
 from glm_lora.model.stage import Stage
 from glm_lora.protocols import StepStats, TrainBatch, TrainSample
 from glm_lora.rl.batch import has_signal
 from glm_lora.rl.loss import LossSums, loss_denominator, policy_loss
-from glm_lora.train.batching import assign_ranks, micro_batches
 from glm_lora.train.optimizer import AdapterOptimizer
+from glm_lora.train.share import gather_by_index, model_batch, plan_for, sequence_logprobs
 
 UPDATES_UNTIL_ALIVE = 2
 """B is zero at first, so A gets a gradient from the second update on; then all must have one."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """This rank's micro-batches: sample indices, possibly none for a rank that only keeps pace."""
-
-    micro_batches: tuple[tuple[int, ...], ...]
-
-
-def plan_for(lengths: Sequence[int], context: ParallelContext, max_tokens: int) -> Plan:
-    """Share sequences over the data-parallel ranks; every rank gets as many micro-batches.
-
-    Ranks with fewer run empty ones, because expert and pipeline collectives pair up by number.
-    """
-    shares = [
-        micro_batches(indices, lengths, max_tokens, padded=not packs(context))
-        for indices in assign_ranks(lengths, context.dp_size)
-    ]
-    count = max(len(share) for share in shares)
-    mine = [tuple(indices) for indices in shares[context.dp_rank]]
-    return Plan(tuple(mine + [()] * (count - len(mine))))
-
-
-def packs(context: ParallelContext) -> bool:
-    """Whether micro-batches are packed: the CUDA kernels take sequences behind each other."""
-    return context.device.type == "cuda"
-
-
-def model_batch(
-    context: ParallelContext,
-    sequences: Sequence[Sequence[int]],
-    routed_experts: Sequence[np.ndarray | None] | None = None,
-    wanted: Sequence[Sequence[bool]] | None = None,
-) -> ModelBatch:
-    """One micro-batch on the rank's device, packed or padded."""
-    build = pack if packs(context) else collate
-    return build(sequences, routed_experts=routed_experts, wanted=wanted, device=context.device)
-
-
-def sequence_logprobs(
-    stage: Stage,
-    context: ParallelContext,
-    sequences: Sequence[Sequence[int]],
-    *,
-    temperature: float,
-    max_tokens: int,
-    routed_experts: Sequence[np.ndarray | None] | None = None,
-) -> list[np.ndarray]:
-    """Log-probabilities of tokens 1.. of each sequence, on every rank; no gradient.
-
-    Returns:
-        One float32 array of ``len(sequence) - 1`` per sequence.
-    """
-    plan = plan_for([len(s) for s in sequences], context, max_tokens)
-    batches = [
-        model_batch(
-            context,
-            [sequences[i] for i in indices],
-            routed_experts and [routed_experts[i] for i in indices],
-        )
-        for indices in plan.micro_batches
-    ]
-    outputs = run_microbatches(stage, batches, None, forward_only=True, temperature=temperature)
-    found: dict[int, np.ndarray] = {}
-    for indices, output in zip(plan.micro_batches, outputs, strict=False):
-        rows = output.logprobs.float().cpu().numpy()
-        for row, index in enumerate(indices):
-            found[index] = rows[row, : len(sequences[index]) - 1]
-    return gather_by_index(found, len(sequences), context)
-
-
-def gather_by_index(
-    found: Mapping[int, np.ndarray], count: int, context: ParallelContext
-) -> list[np.ndarray]:
-    """Results that ranks hold by sample index, complete and in order on every rank."""
-    if context.world_size == 1:
-        return [found[i] for i in range(count)]
-    mine = dict(found) if context.is_last_stage and context.tp_rank == 0 else {}
-    parts: list[Any] = [None] * context.world_size
-    dist.all_gather_object(parts, mine)
-    merged = {index: value for part in parts for index, value in part.items()}
-    return [merged[i] for i in range(count)]
 
 
 class ResponseTensors:
@@ -147,6 +63,69 @@ def spread(values: Sequence[np.ndarray], samples: Sequence[TrainSample], like: T
     for row, (sample, value) in enumerate(zip(samples, values, strict=True)):
         out[row, response_span(sample)] = value
     return torch.from_numpy(out).to(like.device)
+
+
+class BatchLoss:
+    """The loss of each micro-batch, and what it leaves behind: log-probabilities and sums.
+
+    Args:
+        config: Algorithm and length limit.
+        samples: The whole batch.
+        groups: Per micro-batch and per sequence of it, the samples with these tokens.
+        denominator: Of the whole batch.
+        old: Response log-probabilities before the first update, by sample, or None.
+        reference: Those of the base, by sample, or None.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        samples: Sequence[TrainSample],
+        groups: Sequence[Sequence[Sequence[int]]],
+        denominator: int,
+        old: list[np.ndarray] | None,
+        reference: list[np.ndarray] | None,
+    ) -> None:
+        self._config, self._samples, self._groups = config, samples, groups
+        self._denominator, self._old, self._reference = denominator, old, reference
+        self.found: dict[int, np.ndarray] = {}
+        """Response log-probabilities by sample, on the ranks that computed them."""
+        self.totals: dict[str, Tensor] = {}
+
+    def __call__(self, number: int, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        """The loss of micro-batch ``number``, divided by the batch's denominator."""
+        groups = self._groups[number]
+        indices = [i for group in groups for i in group]
+        if not indices:
+            return logprobs.sum() * 0.0
+        samples = [self._samples[i] for i in indices]
+        if len(indices) > len(groups):
+            row_of = [row for row, group in enumerate(groups) for _ in group]
+            logprobs = logprobs[row_of]
+            entropy = None if entropy is None else entropy[row_of]
+        tensors = ResponseTensors(samples, (logprobs.shape[0], logprobs.shape[1]))
+        values = logprobs.detach().float().cpu().numpy()
+        for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
+            self.found[index] = values[row, response_span(sample)]
+
+        def rows(source: list[np.ndarray] | None) -> Tensor | None:
+            if source is None:
+                return None
+            return spread([source[i] for i in indices], samples, logprobs)
+
+        sums = policy_loss(
+            logprobs,
+            tensors.advantage_B.to(logprobs.device),
+            tensors.mask_BT.to(logprobs.device),
+            self._config.algorithm,
+            old_logprobs_BT=rows(self._old),
+            rollout_logprobs_BT=tensors.rollout_BT.to(logprobs.device),
+            reference_logprobs_BT=rows(self._reference),
+            entropy_BT=entropy,
+            length_limit=self._config.rollout.rollout_max_response_len,
+        )
+        _add_sums(self.totals, sums)
+        return sums.loss / self._denominator
 
 
 class Updater:
@@ -232,46 +211,11 @@ class Updater:
             self.config.parallel.max_tokens_per_gpu,
         )
         batches = [
-            self._batch([batch.samples[equal[g][0]] for g in groups])
-            for groups in plan.micro_batches
+            self._batch([batch.samples[equal[g][0]] for g in chosen])
+            for chosen in plan.micro_batches
         ]
-        found: dict[int, np.ndarray] = {}
-        totals: dict[str, Tensor] = {}
-
-        def loss(number: int, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-            groups = [equal[g] for g in plan.micro_batches[number]]
-            indices = [i for group in groups for i in group]
-            if not indices:
-                return logprobs.sum() * 0.0
-            samples = [batch.samples[i] for i in indices]
-            if len(indices) > len(groups):
-                row_of = [row for row, group in enumerate(groups) for _ in group]
-                logprobs = logprobs[row_of]
-                entropy = None if entropy is None else entropy[row_of]
-            tensors = ResponseTensors(samples, (logprobs.shape[0], logprobs.shape[1]))
-            values = logprobs.detach().float().cpu().numpy()
-            for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
-                found[index] = values[row, response_span(sample)]
-
-            def rows(source: list[np.ndarray] | None) -> Tensor | None:
-                if source is None:
-                    return None
-                return spread([source[i] for i in indices], samples, logprobs)
-
-            sums = policy_loss(
-                logprobs,
-                tensors.advantage_B.to(logprobs.device),
-                tensors.mask_BT.to(logprobs.device),
-                algorithm,
-                old_logprobs_BT=rows(old),
-                rollout_logprobs_BT=tensors.rollout_BT.to(logprobs.device),
-                reference_logprobs_BT=rows(reference),
-                entropy_BT=entropy,
-                length_limit=self.config.rollout.rollout_max_response_len,
-            )
-            _add_sums(totals, sums)
-            return sums.loss / denominator
-
+        groups = [[equal[g] for g in chosen] for chosen in plan.micro_batches]
+        loss = BatchLoss(self.config, batch.samples, groups, denominator, old, reference)
         self.optimizer.zero_grad()
         run_microbatches(
             self.stage,
@@ -282,10 +226,10 @@ class Updater:
             entropy_gradient=algorithm.entropy_coef > 0,
         )
         self.adapters.sync_gradients(self.context)
-        reduced = self._reduce(totals)
+        reduced = self._reduce(loss.totals)
         metrics = self._metrics(reduced, denominator)
         metrics["train/grad_norm"] = self._apply(metrics)
-        return gather_by_index(found, len(batch.samples), self.context), metrics
+        return gather_by_index(loss.found, len(batch.samples), self.context), metrics
 
     def _equal_samples(self, samples: Sequence[TrainSample]) -> list[list[int]]:
         """Indices of samples by equal tokens: short answers repeat, and each is run once.

@@ -35,7 +35,8 @@ from glm_lora.settings import spec_of
 from glm_lora.targets.selection import Selection
 from glm_lora.train.offload import DeviceMemory, peak_memory
 from glm_lora.train.optimizer import AdapterOptimizer
-from glm_lora.train.step import Updater, sequence_logprobs
+from glm_lora.train.share import sequence_logprobs
+from glm_lora.train.step import Updater
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A silent rank lets the others wait no longer than this; the first step may compile for minutes.

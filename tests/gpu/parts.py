@@ -24,7 +24,8 @@ from glm_lora.protocols import AdapterRef, TrainBatch, TrainSample
 from glm_lora.targets.recipes import load_recipe
 from glm_lora.targets.resolve import resolve
 from glm_lora.train.optimizer import AdapterOptimizer
-from glm_lora.train.step import Updater, sequence_logprobs
+from glm_lora.train.share import sequence_logprobs
+from glm_lora.train.step import Updater
 from tests.dist.oracle import MIXED, Result, Topology, train
 
 SLICE = "GLM-5.3-Flash-4layer"

@@ -1,6 +1,7 @@
 """Hyper-connections of four streams: read and write in a handful of passes.
 
 The definitions are those of ``glm_lora.model.hyper``; here the small tensors keep the tokens first.
+The file is long because the kernels share one layout of the small tensors.
 Shapes: n tokens, H hidden, K = 4 H, W = 24 logits per token (4 pre, 4 post, 16 comb), P = 32.
 """
 
