@@ -254,6 +254,8 @@ def train(
         data=settings.data_dir(data_dir),
         world_size=world[1] if world and chosen == "torchrun" else None,
     )
+    if resume and force:
+        raise ConfigError("--resume together with --force", "one of them")
     if resume and run_dir is None:
         raise ConfigError("--resume without --run-dir", "the folder of the run to continue")
     checked = plan(config)
@@ -265,6 +267,11 @@ def train(
 
         for line in describe(checked):
             out.print(line, soft_wrap=True, markup=False)
+        from glm_lora.cluster.driver import load_text
+
+        text = load_text(checked)
+        text.reward.close()
+        out.print(f"prompts: {len(text.data)} usable, {len(text.data.bad_rows)} left out")
         return
     _train_checked(checked, log_format, leading=leading, resume=resume, force=force)
 

@@ -57,6 +57,8 @@ def sample(job: Job, step: int, adapter: AdapterState) -> Experience:
     job.listener.phase("sample")
     experience = job.explorer.collect(step, adapter.ref())
     job.history.samples(step, experience.groups)
+    for reason in experience.unscored[:3]:
+        job.listener.note(f"rollout {step}: a response has no reward: {reason}")
     return experience
 
 

@@ -52,6 +52,7 @@ def new_folder(output: Path, num_bytes: int = 0) -> Iterator[Path]:
         ConfigError: See ``check_output``.
         ExportError: Writing failed, for example on a full disk; nothing is left behind.
     """
+    output = output.resolve()  # a link stays a link: what it names is filled
     check_output(output, num_bytes)
     working: Path | None = None
     try:

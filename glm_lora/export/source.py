@@ -71,7 +71,7 @@ def _from_checkpoint(run: Path, folder: Path) -> Source:
 
     config = from_toml(TrainConfig, run / RUN_CONFIG)
     spec = spec_of(config.model_name, config.hf_checkpoint)
-    selection = Selection.from_json((run / SELECTION).read_text(encoding="utf-8"), spec)
+    selection = Selection.from_json(_text(run / SELECTION), spec)
     init_single_process()
     local = {k: LocalTensor(torch.empty(s)) for k, s in selection.tensor_shapes().items()}
     extra = load_train_state(folder, local)
@@ -80,13 +80,26 @@ def _from_checkpoint(run: Path, folder: Path) -> Source:
     tensors = {key: value.tensor for key, value in local.items()}
     digest = fingerprint_tensors(tensors)
     state = AdapterState(selection, tensors, int(extra["version"]), digest)
-    base = json.loads((run / BASE_FILE).read_text(encoding="utf-8"))
+    try:
+        fingerprint = json.loads(_text(run / BASE_FILE))["fingerprint"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{run / BASE_FILE} cannot be used: {error!r}") from error
     facts = CardFacts(
         base_model=str(config.hf_checkpoint),
-        base_fingerprint=base["fingerprint"],
+        base_fingerprint=fingerprint,
         metrics=_last_metrics(run),
     )
     return Source(state, spec, facts, config.hf_checkpoint)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+            "the file as the run wrote it",
+        ) from error
 
 
 def _last_metrics(run: Path) -> dict[str, float]:

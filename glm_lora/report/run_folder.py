@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from glm_lora.checkpoint.files import write_atomic
+from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.config import TrainConfig, from_toml, to_toml
 from glm_lora.errors import ConfigError, RunError
 from glm_lora.targets.selection import Selection
@@ -131,10 +132,10 @@ class RunFolder:
         if not (path / CONFIG).exists():
             raise ConfigError(f"--resume: {path} holds no run", "the --run-dir of an earlier run")
         differences = _differences(from_toml(TrainConfig, path / CONFIG), config)
-        stored = json.loads((path / SELECTION).read_text(encoding="utf-8")).get("hash")
+        stored = read_object(path / SELECTION).get("hash")
         if stored != selection.hash:
             differences.append("selection: other sites, ranks, alpha or dropout")
-        stored_base = json.loads((path / BASE_FILE).read_text(encoding="utf-8"))
+        stored_base = read_object(path / BASE_FILE)
         if stored_base.get("fingerprint") != base.get("fingerprint"):
             differences.append(
                 f"base: {stored_base.get('fingerprint')} then, {base.get('fingerprint')} now"
@@ -143,6 +144,13 @@ class RunFolder:
             raise ConfigError(
                 f"--resume: {path} was made with other settings: " + "; ".join(differences),
                 "the settings it was started with",
+            )
+        done = latest_checkpoint(path)
+        wanted = config.rollout.num_rollout
+        if done is not None and int(done.name.removeprefix("iter_")) > wanted:
+            raise ConfigError(
+                f"--resume: {path} has done more rollouts than --num-rollout {wanted}",
+                f"at least {int(done.name.removeprefix('iter_'))}",
             )
         folder = cls(path)
         write_atomic(path / CONFIG, to_toml(config))
@@ -206,6 +214,24 @@ def _differences(then: TrainConfig, now: TrainConfig) -> list[str]:
             if inner != new[key][name] and not allowed:
                 found.append(f"{key}.{name}: {inner!r} then, {new[key][name]!r} now")
     return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run folder.
+
+    Raises:
+        ConfigError: The file is missing or damaged.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{path} cannot be used: {reason}", "the file as the run wrote it"
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}", "a JSON object")
+    return value
 
 
 def truncate_metrics(path: Path, rollouts: int) -> None:

@@ -186,7 +186,9 @@ class _RowReader:
         if not isinstance(row, dict):
             raise _BadRow(f"the row is a {_kind(row)}, not an object")
         for key in (self.input_key, self.label_key):
-            if row.get(key) is None:
+            if key in row and row[key] is None:
+                raise _BadRow(f"{key!r} is null")
+            if key not in row:
                 raise _BadRow(f"missing key {key!r} (it has {', '.join(sorted(row)) or 'none'})")
         label = self._label(row[self.label_key])
         metadata = row.get(self.metadata_key)
@@ -197,6 +199,8 @@ class _RowReader:
             ids = tuple(int(i) for i in self.encode(prompt))
         except DataError as error:
             raise _BadRow(str(error)) from None
+        except (TypeError, ValueError) as error:  # text that is no Unicode: a lone surrogate
+            raise _BadRow(f"the prompt cannot be tokenised: {error}") from None
         if not ids:
             raise _BadRow("the prompt has no token")
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
@@ -272,13 +276,26 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _parsed(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
+    except _BadRow as error:
+        return error
     except UnicodeDecodeError:
         return _BadRow("not UTF-8 text")
     except json.JSONDecodeError as error:
         return _BadRow(f"invalid JSON: {error.msg} at column {error.colno}")
     except RecursionError:
         return _BadRow("invalid JSON: nested too deeply")
+    except ValueError as error:  # a number of more digits than Python reads
+        return _BadRow(f"invalid JSON: {error}")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise _BadRow(f"the key {repeated!r} stands there twice")
+    return row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:

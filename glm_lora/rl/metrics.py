@@ -176,7 +176,7 @@ HEALTH_BANDS = (
     Band("train/grad_norm", 1e-8, 10.0, "Check the reward's scale, --lr and --clip-grad"),
     Band("train/clip_fraction", 0.0, 0.2, "The update is large: lower --lr"),
     Band("rollout/truncated_ratio", 0.0, 0.5, "Raise --rollout-max-response-len"),
-    Band("rollout/unscored", 0, 0, "Read the verifier's reasons in the run's logs"),
+    Band("rollout/unscored", 0, 0, "The verifier's reasons stand above"),
     Band("rollout/staleness_max", 0, 1, "Samples come from older adapters than they should"),
 )
 """Bands around a healthy run."""

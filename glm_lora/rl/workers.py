@@ -89,10 +89,12 @@ class _Worker:
 
     def _ended(self) -> str:
         """Take leave of a process that ended by itself; how it ended."""
-        assert self._process is not None
+        process = self._process
+        if process is None:  # stopped from another thread while this one was waiting for it
+            return "its process was stopped"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=1)
-        code = self._process.returncode
+            process.wait(timeout=1)
+        code = process.returncode
         self.stop()
         return f"its process ended with exit code {code}"
 

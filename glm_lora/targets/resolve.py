@@ -89,6 +89,7 @@ def resolve(spec: ModelSpec, model_name: str, config: SelectionConfig) -> Resolu
         dropout=config.lora_dropout,
         ranks=_ranks(config.ranks, left, spec, model_name),
     )
+    _refuse_above_full_rank(selection)
     items = (
         *(ItemCount(INCLUDE, i, h.count, (h & left).count) for i, h in includes.items()),
         *(ItemCount(EXCLUDE, i, h.count, (h & wanted).count) for i, h in excludes.items()),
@@ -98,6 +99,16 @@ def resolve(spec: ModelSpec, model_name: str, config: SelectionConfig) -> Resolu
         *_item_warnings(includes, excludes, wanted, left, config),
     ]
     return Resolution(selection, items, layers, tuple(warnings))
+
+
+def _refuse_above_full_rank(selection: Selection) -> None:
+    full = max(min(a.site.shape) for a in selection.adapters)
+    if selection.rank > full:
+        raise TargetError(
+            f"rank {selection.rank} of the adapter",
+            f"at most {full}, the full rank of the largest selected projection",
+            "An adapter of full rank can express every change of a projection already",
+        )
 
 
 def _include(item: str, spec: ModelSpec, model: str) -> Hits:

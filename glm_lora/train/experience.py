@@ -35,6 +35,8 @@ class Experience:
     metrics: dict[str, float]
     groups: list[list[Scored]]
     """The scored responses of each prompt as text, for the report."""
+    unscored: tuple[str, ...] = ()
+    """Why samples have no reward, each reason once."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Explorer:
         group = rollout.n_samples_per_prompt
         limit = self.config.algorithm.dynamic_sampling_limit
         gathered = gather(draw, rollout.rollout_batch_size, group, limit)
+        unscored = unscored_reasons(gathered.all_scores, step)
         batch, report = self._batch(gathered.samples, gathered.scores, step)
         if gathered.dropped_groups:
             # Rewards and lengths are those of everything sampled, not of what was kept.
@@ -87,7 +90,7 @@ class Explorer:
         metrics = rollout_metrics(gathered.all_samples, gathered.all_scores, report, step)
         tokens = metrics["rollout/response_tokens"]
         rate = {"rollout/tokens_per_second": tokens / max(seconds["time/rollout"], 1e-9)}
-        return Experience(batch, metrics | gathered.metrics() | seconds | rate, groups)
+        return Experience(batch, metrics | gathered.metrics() | seconds | rate, groups, unscored)
 
     def _batch(
         self, samples: Sequence[Sample], scores: Sequence[Score], step: int
@@ -135,6 +138,23 @@ def _texts(
             )
             if s.value is not None
         ]
+
+
+def unscored_reasons(scores: Sequence[Score], step: int) -> tuple[str, ...]:
+    """Why samples of rollout ``step`` have no reward, each reason once.
+
+    Raises:
+        RolloutError: Not one has a reward: the verifier is broken, and nothing could be learned.
+    """
+    missing = [score.reason for score in scores if score.value is None]
+    reasons = tuple(dict.fromkeys(reason or "no reason was given" for reason in missing))
+    if scores and len(missing) == len(scores):
+        raise RolloutError(
+            f"none of the {len(scores)} responses of rollout {step} could be scored: {reasons[0]}",
+            "a reward for most of them",
+            "Try the reward on one answer by hand; --reward-timeout limits each call",
+        )
+    return reasons
 
 
 def check_samples(

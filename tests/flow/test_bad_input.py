@@ -78,6 +78,10 @@ def test_train_refuses_and_starts_nothing(call, options, said):
         ('{"prompt": "7?>"}\n', "'label'"),
         ('{"prompt": "", "label": "7"}\n', "empty"),
         ("[1, 2]\n", "not an object"),
+        ('{"prompt": "\\ud800", "label": "1"}\n', "tokenised"),
+        ('{"prompt": ' + "9" * 5000 + ', "label": 1}\n', "digits"),
+        ('{"prompt": "0?>", "label": "0", "prompt": "1?>"}\n', "twice"),
+        ('{"prompt": "0?>", "label": null}\n', "'label' is null"),
     ],
 )
 def test_prompt_files_are_checked_row_by_row(call, tmp_path, content, said):
@@ -169,3 +173,61 @@ def test_errors_come_before_torch_is_imported():
         "assert code == 2 and not heavy, (code, heavy)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("body", ["raise ValueError('boom')", "return float('nan')"])
+def test_a_reward_that_scores_nothing_stops_the_run_and_says_why(call, tmp_path, body):
+    path = tmp_path / "mine.py"
+    path.write_text(f"def reward(prompt, response, label, metadata):\n    {body}\n")
+    code, text, run_dir = call("--reward", str(path), "--num-rollout", "2")
+    assert code == 1 and "could be scored" in text, text
+    assert "boom" in text or "nan" in text.lower(), text
+    assert not (run_dir / "adapter").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", None])
+@pytest.mark.parametrize("name", ["selection.json", "base.json"])
+def test_damaged_files_in_a_run_folder(call, tiny_root, tmp_path, name, content):
+    code, text, run_dir = call("--num-rollout", "1")
+    assert code == 0, text
+    damaged = run_dir / name
+    damaged.unlink() if content is None else damaged.write_text(content)
+    code, text, _ = call("--num-rollout", "2", "--resume")
+    assert code == 2 and name in text, text
+    assert main(["export", "--run", str(run_dir), "--output", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_resume_that_asks_for_fewer_rollouts_than_are_done(call):
+    assert call("--num-rollout", "3")[0] == 0
+    code, text, _ = call("--num-rollout", "2", "--resume")
+    assert code == 2 and "at least 3" in text, text
+
+
+def test_resume_and_force_exclude_each_other(call):
+    code, text, _ = call("--resume", "--force")
+    assert code == 2 and "--force" in text, text
+
+
+def test_a_dry_run_reads_the_prompts_too(call, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "7?>"}\n')
+    code, text, run_dir = call("--dry-run", "--prompt-data", str(path))
+    assert code == 2 and "'label'" in text, text
+    assert call("--dry-run")[0] == 0
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("rank", ["999999999", "100"])
+def test_a_rank_above_full_rank(call, rank):
+    code, text, _ = call("--lora-rank", rank)
+    assert code == 2 and "at most 64" in text, text
+
+
+def test_an_export_through_a_link_fills_what_it_names(call, tmp_path):
+    _, _, run_dir = call("--num-rollout", "1")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert main(["export", "--run", str(run_dir), "--output", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "real" / "adapter_config.json").exists()
+    assert (tmp_path / "link").is_symlink()

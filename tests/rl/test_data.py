@@ -64,7 +64,7 @@ BAD = {
     '{"prompt": "x", "label": ': "invalid JSON",
     '["x"]': "the row is a list, not an object",
     '{"label": "1"}': "missing key 'prompt' (it has label)",
-    '{"prompt": null, "label": "1"}': "missing key 'prompt'",
+    '{"prompt": null, "label": "1"}': "'prompt' is null",
     '{"prompt": "x"}': "missing key 'label'",
     '{"prompt": "x", "label": " "}': "the label is empty",
     '{"prompt": "x", "label": true}': "'label' is a truth value",
