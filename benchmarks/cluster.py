@@ -225,7 +225,14 @@ LIMITS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=Path("-"),
+        type=Path,
+        metavar="FILE",
+        help="print one JSON object last, and write it to FILE",
+    )
     parser.add_argument("--part", action="append", choices=["ray", "checkpoint", "scale"])
     parser.add_argument("--folder", action="append", default=[], help="Options of train, as given.")
     options = parser.parse_args()
@@ -254,7 +261,9 @@ def main() -> None:
         )
         print(f"{key:<34} {value:>16,.3f}{verdict}")
     if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        if options.json != Path("-"):
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+        print(json.dumps(record))
 
 
 if __name__ == "__main__":

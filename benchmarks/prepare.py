@@ -180,7 +180,14 @@ def main() -> None:
     parser.add_argument("--memory-sizes", type=float, nargs="*", default=[1.0, 8.0])
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=Path("-"),
+        type=Path,
+        metavar="FILE",
+        help="print one JSON object last, and write it to FILE",
+    )
     parser.add_argument("--child", nargs=2, type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -196,6 +203,8 @@ def main() -> None:
         "throughput": [],
         "memory": [],
     }
+    if arguments.folder:
+        Path(arguments.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         work = Path(folder)
         for kind in ("bf16", "fp8"):
@@ -220,7 +229,9 @@ def main() -> None:
             row = figures["random"] = random_base(work, arguments.size)
             print(f"random: {row['written_gb']:.2f} GB in {row['seconds']:.2f} s", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        if arguments.json != Path("-"):
+            arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        print(json.dumps(figures))
 
 
 if __name__ == "__main__":

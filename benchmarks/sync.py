@@ -92,7 +92,14 @@ def main() -> int:
     parser.add_argument("--model", default="GLM-5.3-Flash")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=Path("-"),
+        type=Path,
+        metavar="FILE",
+        help="print one JSON object last, and write it to FILE",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures = measure(random_state(args.model, args.rank), args.repeats)
@@ -144,7 +151,9 @@ def main() -> int:
     for name, value, bound, good in rows:
         print(f"{'ok  ' if good else 'MISS'} {name:<38} {value:>14}  {bound}")
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        if args.json != Path("-"):
+            args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(figures))
     return 0 if all(good for *_, good in rows) else 1
 
 
