@@ -14,12 +14,9 @@ from glm_lora.export.card import CardFacts
 from glm_lora.export.load import CONFIG_FILE, load_adapter
 from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.protocols import AdapterState
+from glm_lora.report.run_folder import BASE_FILE, CONFIG, METRICS, SELECTION, read_object
 from glm_lora.settings import spec_of
 from glm_lora.targets.selection import Selection
-
-RUN_CONFIG, SELECTION, BASE_FILE, METRICS = (
-    "config.toml", "selection.json", "base.json", "metrics.jsonl",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,8 @@ def from_run(run: Path) -> Source:
         ConfigError: ``run`` is no run folder.
         CheckpointError: It has no finished checkpoint.
     """
-    if not (run / RUN_CONFIG).exists():
-        raise ConfigError(f"--run {run} is not a run folder", f"a folder with {RUN_CONFIG}")
+    if not (run / CONFIG).exists():
+        raise ConfigError(f"--run {run} is not a run folder", f"a folder with {CONFIG}")
     folder = latest_checkpoint(run)
     if folder is None:
         raise CheckpointError(
@@ -56,7 +53,7 @@ def from_checkpoint(folder: Path, hf_checkpoint: Path | None, model_name: str) -
         CheckpointError: It is neither, or cannot be read exactly.
     """
     run = folder.parent.parent
-    if (run / RUN_CONFIG).exists() and not (folder / CONFIG_FILE).exists():
+    if (run / CONFIG).exists() and not (folder / CONFIG_FILE).exists():
         return _from_checkpoint(run, folder)
     spec = spec_of(model_name, hf_checkpoint or Path())
     state = load_adapter(folder, spec, model=model_name)
@@ -69,7 +66,7 @@ def _from_checkpoint(run: Path, folder: Path) -> Source:
 
     from glm_lora.model.parallel import init_single_process
 
-    config = from_toml(TrainConfig, run / RUN_CONFIG)
+    config = from_toml(TrainConfig, run / CONFIG)
     spec = spec_of(config.model_name, config.hf_checkpoint)
     selection = Selection.from_json(_text(run / SELECTION), spec)
     init_single_process()
@@ -80,13 +77,12 @@ def _from_checkpoint(run: Path, folder: Path) -> Source:
     tensors = {key: value.tensor for key, value in local.items()}
     digest = fingerprint_tensors(tensors)
     state = AdapterState(selection, tensors, int(extra["version"]), digest)
-    try:
-        fingerprint = json.loads(_text(run / BASE_FILE))["fingerprint"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{run / BASE_FILE} cannot be used: {error!r}") from error
+    base = read_object(run / BASE_FILE)
+    if "fingerprint" not in base:
+        raise ConfigError(f"{run / BASE_FILE} has no fingerprint", "the file as the run wrote it")
     facts = CardFacts(
         base_model=str(config.hf_checkpoint),
-        base_fingerprint=fingerprint,
+        base_fingerprint=base["fingerprint"],
         metrics=_last_metrics(run),
     )
     return Source(state, spec, facts, config.hf_checkpoint)
