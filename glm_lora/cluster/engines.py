@@ -26,7 +26,7 @@ from glm_lora.protocols import (
     Request,
     Sample,
 )
-from glm_lora.sync.push import LOGPROB_LIMITS
+from glm_lora.rl.metrics import LOGPROB_LIMITS
 
 HELD = 2
 """Adapter versions an engine may be asked for: the newest and the one before."""

@@ -18,10 +18,8 @@ from glm_lora.protocols import (
     Receipt,
     RolloutEngine,
 )
+from glm_lora.rl.metrics import LOGPROB_LIMITS
 from glm_lora.sync.verify import check_probe, check_receipt, check_selection, check_state
-
-LOGPROB_LIMITS = {"float32": 1e-3, "bfloat16": 0.05}
-"""Largest mean |trainer - engine| log-probability of the probe prompt, by the engine's dtype."""
 
 TrainerLogprobs = Callable[[Sequence[int]], np.ndarray]
 """Log-probability of tokens 1.. of one sequence under the trainer's present adapter."""
