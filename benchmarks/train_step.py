@@ -19,7 +19,9 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,10 @@ from glm_lora.config import OptimizerConfig, SelectionConfig
 from glm_lora.lora.attach import attach_adapters
 from glm_lora.model.batch import ModelBatch, pack
 from glm_lora.model.fast import active_paths, plain_torch
+from glm_lora.model.moe import Router
 from glm_lora.model.parallel import ParallelContext
 from glm_lora.model.schedule import run_microbatches
-from glm_lora.model.stage import build_stage
+from glm_lora.model.stage import Stage, build_stage
 from glm_lora.targets.resolve import resolve
 from glm_lora.train.optimizer import AdapterOptimizer
 
@@ -262,20 +265,20 @@ def compare(ours: Ours, peer: Peer | None, spec: ModelSpec, lengths: Sequence[in
         tokens = random_tokens(spec, (1, length), seed=100)
         with plain_torch():
             batch = exact.batch(tokens)
-            want, grads = exact.logprobs(batch), exact.gradients(batch)
+            with recorded_experts(exact.stage) as found:
+                want = exact.logprobs(batch)
+            chosen = torch.stack(found, dim=1).unsqueeze(0)
+            grads = exact.gradients(batch)
         row: dict[str, Any] = {"length": length}
         sides: list[tuple[str, Any]] = [("ours", ours)]
         if peer is not None:
             sides.append(("peer", peer))
         for name, side in sides:
             batch = side.batch(tokens)
-            away = (side.logprobs(batch).float() - want).abs()
-            got = side.gradients(batch)
-            row[name] = {
-                "logprob_mean": away.mean().item(),
-                "logprob_max": away.max().item(),
-                **_cosines(got, grads),
-            }
+            row[name] = _distance(side, batch, want, grads)
+        # A rounded router score near a tie picks another expert: noise of its own kind.
+        given = replace(ours.batch(tokens), routed_experts=chosen)
+        row["ours_same_experts"] = _distance(ours, given, want, grads)
         rows.append(row)
     # Packed, ragged, beside the same sequences alone.
     lengths = (max(2, lengths[0] // 2), max(2, lengths[0] // 7), max(2, lengths[0] // 3))
@@ -289,13 +292,41 @@ def compare(ours: Ours, peer: Peer | None, spec: ModelSpec, lengths: Sequence[in
     return rows
 
 
+@contextmanager
+def recorded_experts(stage: Stage) -> Iterator[list[Tensor]]:
+    """The experts ``[tokens, k]`` that each MoE layer chooses inside the block, in order."""
+    found: list[Tensor] = []
+    hooks = [
+        module.register_forward_hook(lambda _m, _args, out: found.append(out[1]))
+        for module in stage.modules()
+        if isinstance(module, Router)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _distance(
+    side: Ours | Peer, batch: Any, want: Tensor, grads: dict[str, Tensor]
+) -> dict[str, Any]:
+    """How far one side's log-probabilities and gradients are from the exact ones."""
+    away = (side.logprobs(batch).float() - want).abs()
+    return {
+        "logprob_mean": away.mean().item(),
+        "logprob_max": away.max().item(),
+        **_cosines(side.gradients(batch), grads),
+    }
+
+
 def _cosines(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     def cosine(a: Tensor, b: Tensor) -> float:
         return torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
 
     each = {k: cosine(got[k], want[k]) for k in want}
     worst = min(each, key=lambda k: each[k])
-    flat = [torch.cat([x[k].flatten() for k in want]) for x in (got, want)]
+    flat = [torch.cat([x[k].flatten().double() for k in want]) for x in (got, want)]
     return {"gradient_cosine": cosine(*flat), "worst": each[worst], "worst_site": worst}  # pyright: ignore
 
 
@@ -362,7 +393,14 @@ def main() -> None:
     parser.add_argument("--profile", default="", help="write kernel times of one step to this file")
     parser.add_argument("--profile-size", default="1x8192")
     parser.add_argument("--ragged", type=int, default=0, help="tokens of packed random lengths")
-    parser.add_argument("--json", default="")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        default="",
+        metavar="FILE",
+        help="print one JSON object last, and write it to FILE",
+    )
     args = parser.parse_args()
     spec, device = builtin(args.model), torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -382,7 +420,7 @@ def main() -> None:
 
     def save() -> None:
         result["wall_s"] = time.perf_counter() - started
-        if args.json:
+        if args.json not in ("", "-"):
             Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     def add(shape: tuple[int, int], kind: str) -> None:
@@ -423,6 +461,8 @@ def main() -> None:
         add(shape, "full")
     save()
     print("\n".join(table(result)))
+    if args.json:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from glm_lora.arch.spec import ModelSpec
 from glm_lora.model.batch import ModelBatch, by_sequence
 from glm_lora.model.collectives import enter_tp, leave_tp
 from glm_lora.model.indexer import ROWS_PER_BLOCK, Indexer
+from glm_lora.model.kept import keeping
 from glm_lora.model.linear import ProjectionGroup
 from glm_lora.model.norm import RMSNorm
 from glm_lora.model.parallel import ParallelContext
@@ -46,7 +47,8 @@ def attention(
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     if seen is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(1), scale=scale)
+    with keeping():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen.unsqueeze(1), scale=scale)
 
 
 class SparseAttention(nn.Module):

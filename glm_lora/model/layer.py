@@ -15,6 +15,7 @@ from glm_lora.model.batch import ModelBatch
 from glm_lora.model.dsa import SparseAttention
 from glm_lora.model.hyper import HyperConnection
 from glm_lora.model.kda import LinearAttention
+from glm_lora.model.kept import first_pass_and_repeat
 from glm_lora.model.mlp import GatedMLP
 from glm_lora.model.moe import MoE
 from glm_lora.model.norm import RMSNorm
@@ -89,7 +90,9 @@ class DecoderLayer(nn.Module):
 
     @staticmethod
     def _again(function: object, streams: Tensor, batch: ModelBatch) -> Tensor:
-        out = checkpoint(function, streams, batch, use_reentrant=False)  # pyright: ignore
+        out = checkpoint(  # pyright: ignore
+            function, streams, batch, use_reentrant=False, context_fn=first_pass_and_repeat
+        )
         assert isinstance(out, Tensor)
         return out
 

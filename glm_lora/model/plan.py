@@ -195,8 +195,8 @@ def _stage_plan(
             out_cut = tp if a.site.kind == "column" else 1
             in_cut = tp if a.site.kind == "row" else 1
             factors += a.rank * (a.site.out_features // out_cut + a.site.in_features // in_cut)
-    kept = sum(_kept(spec, i, tp, config.recompute) for i in layers)
-    one_layer = max(_kept(spec, i, tp, "none") for i in layers)
+    kept = sum(_kept(spec, i, tp, config.recompute, tokens) for i in layers)
+    one_layer = max(_kept(spec, i, tp, "none", tokens) for i in layers)
     in_flight = stages - stage
     rows = min(tokens, LOGITS_PER_BLOCK // spec.vocab_size)
     return MemoryPlan(
@@ -208,14 +208,17 @@ def _stage_plan(
     )
 
 
-def _kept(spec: ModelSpec, layer: int, tp: int, recompute: str) -> int:
+def _kept(spec: ModelSpec, layer: int, tp: int, recompute: str, tokens: int) -> int:
     """Values per token of the whole micro-batch that one layer keeps on a rank (estimate).
 
-    A half that is run again keeps its input streams only. Otherwise: the streams twice (read and
+    A half that is run again keeps its input streams and the result of an attention with masks,
+    which only sequences of more than ``index_topk`` tokens have. Otherwise: the streams twice (read and
     write), the block's input before and after its norm, whole after the gather, and the block's
     intermediate values, which are cut over the tensor-parallel ranks.
     """
     streams = spec.hc_mult * spec.hidden_size / tp
+    masked = not spec.is_kda(layer) and tokens > spec.index_topk
+    again = streams + masked * spec.num_attention_heads * spec.v_head_dim / tp
     around = 2 * streams + spec.hidden_size * (1 + 3 / tp)
     if spec.is_kda(layer):
         # q, k, v before and after the convolution, decay, gate, output: fp32 where the kernel is.
@@ -231,9 +234,9 @@ def _kept(spec: ModelSpec, layer: int, tp: int, recompute: str) -> int:
     else:
         mlp = around + 3 * spec.intermediate_size / tp
     if recompute == "full":
-        return int(streams)
+        return int(again)
     if recompute == "attention":
-        attention = streams
+        attention = again
     elif recompute == "mlp":
         mlp = streams
     return int(attention + mlp)

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 --max-restarts 9 tests/gpu/multi_gpu.py --json results.json
 
 Parts: small models at every shape against one rank (fp32 and bf16), the 4-layer slice at full
-width with random weights, and KDA's kernel against its reference. Results are written after each
+width with random weights, the full model's adapter from shards to the file that an engine reads,
+and KDA's kernel against its reference. Results are written after each
 part. An exception ends all processes, because the others may wait for the failed one in a
 collective or its device may be unusable; torchrun then restarts them and they go on with the next
 part. Outcomes stand in the file, and the exit code is 0 once the table is printed.
@@ -37,6 +38,7 @@ from tests.gpu.parts import (  # noqa: E402
     Outcome,
     SliceRun,
     check_kda,
+    gather_adapter,
     synchronised,
     topologies,
     train_slice,
@@ -112,6 +114,7 @@ def parts(options: argparse.Namespace, device: torch.device) -> dict[str, Part]:
         for name, config in slices.items()
     }
     found = fp32 | sliced | bf16
+    found["adapter"] = lambda: gather_adapter(options.adapter_of, run.recipe, device)
     if device.type == "cuda":
         found["kda kernel"] = lambda: check_kda(device, (70, 1, 640, 257, 1080))
     return found
@@ -189,6 +192,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=300, help="seconds; later parts do not run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", default=SLICE, help="model of the slice parts")
+    parser.add_argument("--adapter-of", default="GLM-5.3-Flash", help="model of the adapter part")
     parser.add_argument("--samples", type=int, default=4, help="sequences per step of the slice")
     parser.add_argument("--length", type=int, default=512, help="tokens of each")
     parser.add_argument("--only", default="", help="run the parts whose name starts so")

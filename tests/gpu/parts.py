@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import BUILTIN, ModelSpec
 from glm_lora.checkpoint.random_init import init_random
 from glm_lora.config import OptimizerConfig, ParallelConfig, TrainConfig
@@ -21,6 +24,7 @@ from glm_lora.model.delta_rule import delta_rule
 from glm_lora.model.parallel import ParallelContext, init_parallel
 from glm_lora.model.stage import build_stage
 from glm_lora.protocols import AdapterRef, TrainBatch, TrainSample
+from glm_lora.rollout.sglang_payload import request_with_folder
 from glm_lora.targets.recipes import load_recipe
 from glm_lora.targets.resolve import resolve
 from glm_lora.train.optimizer import AdapterOptimizer
@@ -262,6 +266,63 @@ def _samples(
         )
 
     return samples
+
+
+def gather_adapter(model: str, recipe: Path, device: torch.device) -> Outcome:
+    """A whole model's adapter from tensor-parallel shards to what the engine reads, timed.
+
+    The base is not built: gathering needs the projections' shapes alone. B is random, cut from one
+    full tensor, so that a shard in the wrong place shows.
+    """
+    spec, parallel = (
+        BUILTIN[model],
+        ParallelConfig(tensor_model_parallel_size=dist.get_world_size()),
+    )
+    ctx = init_parallel(parallel, device)
+    selection = resolve(spec, model, load_recipe(recipe)).selection
+    sites = {
+        site.disk_name: SimpleNamespace(
+            disk_name=site.disk_name, shape=site.shape, kind=site.kind, adapter=None
+        )
+        for site in trainable_sites(spec)
+    }
+    bare = SimpleNamespace(spec=spec, ctx=ctx, linear_sites=lambda: sites)
+    adapters = attach_adapters(bare, selection, seed=0)  # pyright: ignore[reportArgumentType]
+    generator = torch.Generator().manual_seed(0)
+    full = {
+        key: torch.randn(shape, generator=generator)
+        for key, shape in selection.tensor_shapes().items()
+    }
+    adapters.load_full(full)
+    gather, pack = [], []
+    whole = True
+    for i in range(7):
+        dist.barrier()
+        _wait(device)
+        start = time.perf_counter()
+        got = adapters.gather(ctx, torch.bfloat16)
+        gather.append(time.perf_counter() - start)
+        if i == 0:
+            whole = all(torch.equal(got[key], full[key].bfloat16()) for key in full)
+        if ctx.rank == 0:
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+                start = time.perf_counter()
+                request_with_folder("a", got, {}, Path(folder) / "a")
+                pack.append(time.perf_counter() - start)
+    numbers = {
+        "parameters": selection.trainable_parameters,
+        "bytes": sum(t.numel() * t.element_size() for t in got.values()),
+        "gather_seconds": gather,
+        "pack_seconds": pack,
+        "equal": whole,
+    }
+    if not pack:
+        return Outcome(whole, "", numbers)
+    took = [float(np.median(x[2:])) for x in (gather, pack)]
+    detail = f"gather {1e3 * took[0]:.0f} ms, pack {1e3 * took[1]:.0f} ms, limit 200 ms together"
+    if not whole:
+        detail = "not the tensors that were cut; " + detail
+    return Outcome(whole and sum(took) <= 0.2, detail, numbers)
 
 
 def _wait(device: torch.device) -> None:

@@ -106,6 +106,16 @@ def test_more_ranks_need_less_memory_each_and_recomputation_less_activation():
     assert modes == sorted(modes)
 
 
+def test_recomputation_counts_the_attention_it_keeps_above_index_topk():
+    selection = make_selection("m", FULL, trainable_sites(FULL), rank=16, alpha=32)
+    short, long = (
+        plan_memory(FULL, selection, parallel(8, 1, 8, max_tokens_per_gpu=n), 8).activations / n
+        for n in (2048, 4096)
+    )
+    # 11 layers of 64 heads x 256 values of 2 bytes, cut over 8 ranks.
+    assert long - short == 11 * 64 * 256 * 2 // 8
+
+
 def test_planning_needs_no_torch():
     code = "import sys, glm_lora.model.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm_lora.arch.projections import all_params, trainable_sites
 from glm_lora.arch.spec import FULL, TINY
@@ -113,6 +114,41 @@ def test_recomputation_changes_no_bit(recompute):
         grads.append({k: p.grad for k, p in adapters.parameters().items()})
     for key, expected in grads[0].items():
         assert torch.equal(grads[1][key], expected), key
+
+
+@pytest.mark.parametrize("recompute", ["full", "attention", "none"])
+def test_masked_attention_is_computed_once_and_recomputation_changes_no_bit(recompute):
+    """The backward pass takes the result of the first pass; with another result it would differ."""
+    spec = ALL["short_index"]
+    batch = collate(random_sequences([21, 30], spec.vocab_size))
+    kept, grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, []
+    for mode in ("none", recompute):
+        stage = tiny_stage(spec, recompute=mode)
+        adapters = attach_adapters(stage, everything(spec), seed=0)
+        adapters.load_full(random_factors(adapters.selection))
+        with Calls(kept) as calls:
+            run_microbatches(stage, [batch, batch], lambda i, lp, entropy: lp.sum())
+        grads.append({k: p.grad for k, p in adapters.parameters().items()})
+    # Two layers, two batches; the first queries are causal, the others one block with masks.
+    again = {"none": 0, "full": 4, "attention": 4}[recompute]
+    assert calls.masked == 4
+    assert calls.causal == 4 + again
+    for key, expected in grads[0].items():
+        assert torch.equal(grads[1][key], expected), key
+
+
+class Calls(TorchDispatchMode):
+    """Counts how often one attention kernel runs, with and without a mask."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel, self.masked, self.causal = kernel, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is self.kernel:
+            masked = (kwargs or {}).get("attn_mask") is not None
+            self.masked, self.causal = self.masked + masked, self.causal + (not masked)
+        return func(*args, **(kwargs or {}))
 
 
 def test_stages_in_sequence_are_the_model():
