@@ -163,7 +163,7 @@ def train(
                 stack.enter_context(stop_on_signal(listener, stop))
                 _run_on_ray(plan, placement, run, folder, listener, stop, resume)
             else:
-                with _local_parts(plan, world) as (trainer, engine):
+                with _local_parts(plan, world, listener.note) as (trainer, engine):
                     run(trainer, engine, resume, 0)
     return folder
 
@@ -344,7 +344,7 @@ def stop_on_signal(listener: Listener, request: StopRequest | None = None) -> It
 
 @contextlib.contextmanager
 def _local_parts(
-    plan: Plan, world: tuple[int, int] | None
+    plan: Plan, world: tuple[int, int] | None, note: Callable[[str], None]
 ) -> Iterator[tuple[Trainer, RolloutEngine]]:
     """Trainer and engine in this process (and torchrun's) for the length of the block."""
     from glm_lora.cluster.local_engine import build_local_engine
@@ -360,6 +360,7 @@ def _local_parts(
         if config.sglang.sglang_colocated:
             # The engine measures the memory that is free when it starts.
             trainer.offload()
+            note(trainer.host_copy_summary())
         engine = build_local_engine(config, plan.selection)
         try:
             yield trainer, engine
@@ -372,8 +373,7 @@ def _local_parts(
 def _leading_trainer(plan: Plan, world: tuple[int, int]) -> Trainer:
     from glm_lora.cluster.spmd import LeadingTrainer
 
-    worker, control = _torchrun_worker(plan, world)
-    return LeadingTrainer(worker, control)
+    return LeadingTrainer(*_torchrun_worker(plan, world))
 
 
 def _follow_rank_zero(plan: Plan, world: tuple[int, int]) -> None:

@@ -68,3 +68,7 @@ class EveryRankTrainer(ABC):
     def onload(self) -> Mapping[str, float]:
         """See ``protocols.Trainer``."""
         return self.call_all("onload")
+
+    def host_copy_summary(self) -> str:
+        """One line on how the ranks hold the base on the host; empty before ``offload``."""
+        return self.call_all("host_copy_summary")

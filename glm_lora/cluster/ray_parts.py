@@ -285,7 +285,7 @@ def ray_parts(
         config: The run's configuration.
         selection: What is trained.
         placement: Who sits where.
-        note: Told about lost engines.
+        note: Told about lost engines and the host copy of the base.
         check: Called while waiting; raises when the run is to end.
         again: After a loss: a machine that is gone gets time to come back.
 
@@ -323,6 +323,7 @@ def ray_parts(
         if config.sglang.sglang_colocated:
             # The engine measures the memory that is free when it starts.
             trainer.offload()
+            note(trainer.host_copy_summary())
             for handle in handles:
                 handle.start()
         for handle in handles:

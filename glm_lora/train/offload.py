@@ -1,8 +1,8 @@
 """Freeing and taking back the device memory of one trainer rank.
 
-The base is frozen, so it is never copied back: one copy on the host or in a mapped file, made the
-first time, is kept and the device storage is dropped. Only adapters and Adam moments, which change,
-are copied to the host each time.
+The base is frozen, so it is never copied back: one copy per machine (``host_copy``), made the first
+time, is kept and the device storage is dropped. Only adapters and Adam moments, which change, are
+copied to the host each time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from glm_lora.lora.state import AdapterSet
 from glm_lora.model.stage import Stage
+from glm_lora.train.host_copy import HostCopy, host_copy, to_host
 from glm_lora.train.optimizer import AdapterOptimizer
 
 
@@ -33,7 +34,7 @@ class DeviceMemory:
         stage: Its parameters and buffers are the frozen base.
         adapters: Trainable tensors.
         optimizer: Owns the moments.
-        file: Keep the base in this file, mapped, instead of in host memory.
+        folder: Keep the base in files there, mapped, instead of in host memory.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class DeviceMemory:
         stage: Stage,
         adapters: AdapterSet,
         optimizer: AdapterOptimizer,
-        file: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._stage = stage
         self._adapters = adapters
         self._optimizer = optimizer
-        self._file = file
+        self._folder = folder
+        self._copy: HostCopy | None = None
         self._host_base: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._host_state: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._offloaded = False
@@ -66,14 +68,16 @@ class DeviceMemory:
         return {k: p.detach() for k, p in parameters.items()} | self._optimizer.moments()
 
     def offload(self) -> Mapping[str, float]:
-        """Drop the device copies; metrics say seconds and bytes copied to the host."""
+        """Drop the device copies; every rank calls this.
+
+        Returns:
+            Seconds, bytes copied and freed by this rank, and the base's bytes on the host.
+        """
         start = time.perf_counter()
         copied = freed = 0
         if not self._offloaded:
-            if not self._host_base:
-                self._host_base = self._keep_base()
-                copied += sum(host.nbytes for _, host in self._host_base)
-            self._host_state = {key: (t, _to_host(t)) for key, t in self.state().items()}
+            copied += self._keep_base()
+            self._host_state = {key: (t, to_host(t)) for key, t in self.state().items()}
             copied += sum(host.nbytes for _, host in self._host_state.values())
             for storage, host in self._host_base:
                 freed += host.nbytes
@@ -88,6 +92,7 @@ class DeviceMemory:
             "time/offload": time.perf_counter() - start,
             "offload/bytes_to_host": float(copied),
             "offload/bytes_freed": float(freed),
+            **(self._copy.metrics() if self._copy else {}),
         }
 
     def onload(self) -> Mapping[str, float]:
@@ -110,28 +115,24 @@ class DeviceMemory:
         seconds = time.perf_counter() - start
         return {"time/onload": seconds, "offload/bytes_to_device": float(moved)}
 
-    def _keep_base(self) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
+    def host_copy_summary(self) -> str:
+        """One line on the base's copy on the host; empty before the first ``offload``."""
+        return self._copy.summary if self._copy else ""
+
+    def close(self) -> None:
+        """Unpin the host copy; the tensors are not used any more."""
+        if self._copy is not None:
+            self._copy.close()
+
+    def _keep_base(self) -> int:
+        """Make the copy of the base once; returns the bytes that this rank copied for it."""
+        if self._copy is not None:
+            return 0
         storages = self._base()
-        if self._file is None:
-            return [(storage, _to_host(_bytes_of(storage))) for storage in storages]
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        total = sum(storage.nbytes() for storage in storages)
-        mapped = torch.from_file(str(self._file), shared=True, size=total, dtype=torch.uint8)
-        # Without a name it goes with the process, however that ends.
-        self._file.unlink()
-        kept, position = [], 0
-        for storage in storages:
-            piece = mapped[position : position + storage.nbytes()]
-            kept.append((storage, piece.copy_(_bytes_of(storage))))
-            position += storage.nbytes()
-        return kept
+        self._copy = host_copy([_bytes_of(storage) for storage in storages], self._folder)
+        self._host_base = list(zip(storages, self._copy.pieces, strict=True))
+        return self._copy.written
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    pinned = tensor.device.type == "cuda"
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-    return host.copy_(tensor)

@@ -142,8 +142,8 @@ class TrainWorker:
         self._save_group = dist.new_group(backend="gloo")
         self._updater = Updater(config, stage, self.adapters, self.optimizer, context)
         on_disk = config.offload_train_target == "disk"
-        file = config.run_dir / "logs" / f"base-rank{context.rank}.bin" if on_disk else None
-        self._memory = DeviceMemory(stage, self.adapters, self.optimizer, file)
+        folder = config.run_dir / "logs" if on_disk else None
+        self._memory = DeviceMemory(stage, self.adapters, self.optimizer, folder)
 
     def step(self, batch: TrainBatch) -> StepStats:
         """One update (or ``updates_per_rollout``) from a scored batch."""
@@ -272,9 +272,14 @@ class TrainWorker:
         """Take the device memory again."""
         return self._memory.onload()
 
+    def host_copy_summary(self) -> str:
+        """One line on how the machine's ranks hold the base on the host, for the user."""
+        return self._memory.host_copy_summary()
+
     def close(self) -> None:
         """Finish what is being saved and leave the process group."""
         self._saver.shutdown()
+        self._memory.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
