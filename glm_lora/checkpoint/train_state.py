@@ -14,11 +14,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from glm_lora.checkpoint.files import (
     free_bytes,
@@ -173,12 +175,44 @@ def load_train_state(
         ctx: This rank's place; None for a single process.
 
     Raises:
-        CheckpointError: Missing, unfinished, damaged, or of another selection or rank.
+        CheckpointError: Missing, unfinished, damaged, or of another selection or rank; the next
+            step names the newest whole checkpoint before it.
     """
     ctx = ctx or ParallelContext()
-    extra = read_extra(folder)
-    load_tensors(folder, _sharded(tensors, ctx))
+    try:
+        extra = read_extra(folder)
+        load_tensors(folder, _sharded(tensors, ctx))
+    except CheckpointError as error:
+        raise CheckpointError(error.what, error.expected, _way_out(folder)) from error
     return extra
+
+
+def _way_out(folder: Path) -> str:
+    """What can be done when the checkpoint ``folder`` of a run cannot be loaded."""
+    if not _is_iteration(folder):
+        return ""
+    finished = sorted(filter(_is_iteration, folder.parent.glob("iter_*")), key=_number)
+    for candidate in reversed(finished):
+        if _number(candidate) < _number(folder) and _is_whole(candidate):
+            return (
+                f"{candidate} is whole: move {folder.name} away, then --resume continues from it "
+                "(and export takes it)"
+            )
+    return "no checkpoint before it is whole: start anew with --force, or in another --run-dir"
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a checkpoint's files are there and as long as its index says."""
+    try:
+        read_extra(folder)
+        stored = FileSystemReader(folder).read_metadata().storage_data
+        ends: dict[str, int] = {}
+        for piece in stored.values():
+            end = piece.offset + piece.length
+            ends[piece.relative_path] = max(end, ends.get(piece.relative_path, 0))
+        return all((folder / name).stat().st_size >= end for name, end in ends.items())
+    except (CheckpointError, OSError, EOFError, ValueError, AttributeError, UnpicklingError):
+        return False
 
 
 def read_extra(folder: Path) -> dict[str, Any]:
@@ -211,13 +245,17 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     for old in (run_dir / "checkpoints").glob("iter_*.old"):
         if not old.with_suffix("").exists():
             old.rename(old.with_suffix(""))
-    finished = sorted((run_dir / "checkpoints").glob(f"iter_*/{STATE_FILE}"))
-    folders = [
-        path.parent
-        for path in finished
-        if path.parent.name.removeprefix("iter_").isdigit() and (path.parent / ".metadata").exists()
-    ]
-    return max(folders, key=lambda f: int(f.name.removeprefix("iter_")), default=None)
+    finished = [path.parent for path in (run_dir / "checkpoints").glob(f"iter_*/{STATE_FILE}")]
+    folders = [f for f in finished if _is_iteration(f) and (f / ".metadata").exists()]
+    return max(folders, key=_number, default=None)
+
+
+def _is_iteration(folder: Path) -> bool:
+    return folder.name.startswith("iter_") and folder.name.removeprefix("iter_").isdigit()
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("iter_"))
 
 
 def prune_checkpoints(run_dir: Path, keep: int, every: int = 0) -> None:
@@ -229,16 +267,9 @@ def prune_checkpoints(run_dir: Path, keep: int, every: int = 0) -> None:
         every: Keep those whose iteration is a multiple of this, too; 0 keeps none.
     """
     folder = run_dir / "checkpoints"
-    finished = sorted(
-        (p for p in folder.glob("iter_*") if p.name.removeprefix("iter_").isdigit()),
-        key=lambda p: int(p.name.removeprefix("iter_")),
-    )
+    finished = sorted(filter(_is_iteration, folder.glob("iter_*")), key=_number)
     leftovers = [p for p in folder.glob("iter_*") if p not in finished]
-    older = [
-        path
-        for path in finished[:-keep]
-        if not every or int(path.name.removeprefix("iter_")) % every
-    ]
+    older = [path for path in finished[:-keep] if not every or _number(path) % every]
     for path in [*older, *leftovers]:
         shutil.rmtree(path, ignore_errors=True)
 

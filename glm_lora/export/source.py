@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,14 @@ from glm_lora.export.card import CardFacts
 from glm_lora.export.load import CONFIG_FILE, load_adapter
 from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.protocols import AdapterState
-from glm_lora.report.run_folder import BASE_FILE, CONFIG, METRICS, SELECTION, read_object
+from glm_lora.report.run_folder import (
+    BASE_FILE,
+    CONFIG,
+    METRICS,
+    SELECTION,
+    last_metrics,
+    read_object,
+)
 from glm_lora.settings import spec_of
 from glm_lora.targets.selection import Selection
 
@@ -99,10 +105,7 @@ def _text(path: Path) -> str:
 
 
 def _last_metrics(run: Path) -> dict[str, float]:
-    if not (run / METRICS).exists():
-        return {}
-    lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
-    record = json.loads(lines[-1]) if lines else {}
+    record = last_metrics(run / METRICS)
     wanted = (
         "rollout/raw_reward", "train/train_rollout_logprob_abs_diff", "train/ppo_kl",
         "train/grad_norm",

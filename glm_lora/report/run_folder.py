@@ -7,6 +7,7 @@ refused unless the run is resumed or overwritten on purpose, and two processes n
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -258,3 +259,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise RunError(f"{path} line {number} is not valid JSON: {error}") from error
     return records
+
+
+def last_metrics(path: Path) -> dict[str, Any]:
+    """The last whole metric record, empty where there is none.
+
+    A run that was killed while it wrote leaves half a line behind; the one before it counts.
+    """
+    if not path.exists():
+        return {}
+    for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+        with contextlib.suppress(json.JSONDecodeError):
+            return json.loads(line)
+    return {}

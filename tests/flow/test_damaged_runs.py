@@ -1,0 +1,83 @@
+"""What a killed run or a bad disk leaves behind: it is used as far as it is whole, or named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from glm_lora.checkpoint.train_state import latest_checkpoint
+from glm_lora.cli import main
+from tests.flow.test_train_tiny import metric, train
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_root, tmp_path_factory) -> Path:
+    """Three rollouts with a checkpoint after each."""
+    run = tmp_path_factory.mktemp("saved") / "run"
+    options = ["--num-rollout", "3", "--save-interval", "1", "--keep-last", "3"]
+    assert train(tiny_root, run, *options) == 0
+    return run
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def words(text: str) -> str:
+    return " ".join(text.replace("\u2502", " ").split())
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "600")
+
+
+def test_an_export_takes_the_last_whole_line_of_the_metrics(run, tmp_path):
+    """As the run was killed while it wrote the line of rollout 3."""
+    reward = metric(run, "rollout/raw_reward")[-1]
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"rollout/step": 3, "rollout/raw_re')
+    assert main(["export", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert f"{reward:.6g}" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_export_of_a_run_whose_only_line_is_torn(run, tmp_path):
+    (run / "metrics.jsonl").write_text('{"rollout/st')
+    assert main(["export", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
+
+
+def cut(folder: Path, name: str) -> None:
+    """Lose most of a file, as a disk that was full or not synchronised does."""
+    for path in folder.glob(name):
+        with path.open("r+b") as stream:
+            stream.truncate(path.stat().st_size // 10)
+
+
+@pytest.mark.parametrize("name", ["*.distcp", ".metadata", "state.json"])
+def test_a_truncated_checkpoint_names_the_whole_one_before_it(
+    run, tiny_root, tmp_path, capsys, name
+):
+    newest = latest_checkpoint(run)
+    assert newest is not None and newest.name == "iter_0000003"
+    cut(newest, name)
+    assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 2
+    said = words(capsys.readouterr().err)
+    assert f"next: {newest.with_name('iter_0000002')} is whole" in said, said
+    assert main(["export", "--run", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert "iter_0000002 is whole" in words(capsys.readouterr().err)
+    newest.rename(tmp_path / "away")  # the step that was named
+    assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 0
+    assert metric(run, "rollout/step") == [0, 1, 2, 3]
+
+
+def test_what_is_not_whole_either_is_not_named(run, tiny_root, capsys):
+    for number in (2, 3):
+        cut(run / "checkpoints" / f"iter_{number:07d}", "*.distcp")
+    assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 2
+    assert "iter_0000001 is whole" in words(capsys.readouterr().err)
+    cut(run / "checkpoints" / "iter_0000001", "*.distcp")
+    assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 2
+    assert "no checkpoint before it is whole" in words(capsys.readouterr().err)
