@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from glm_lora.targets.selection import Selection
 
 
+LOGPROB_LIMITS = {"float32": 1e-3, "bfloat16": 0.05}
+"""Default hard limits, by compute dtype, of the mean difference between two computations of one
+log-probability, in nats."""
+
+
 @dataclass(frozen=True, order=True)
 class AdapterRef:
     """Which adapter a request wants or a sample was made by; ``version`` is the training step."""

@@ -26,7 +26,7 @@ from glm_lora.protocols import (
     Request,
     Sample,
 )
-from glm_lora.rl.metrics import LOGPROB_LIMITS
+from glm_lora.rollout.agreement import check_agreement
 
 HELD = 2
 """Adapter versions an engine may be asked for: the newest and the one before."""
@@ -213,16 +213,8 @@ class EnginePool:
     def score(self, sequences: Sequence[Sequence[int]], adapter: AdapterRef) -> list[np.ndarray]:
         """See ``protocols.RolloutEngine``; every engine is asked, and all must agree."""
         answers = self._everywhere("score", sequences, adapter)
-        limit = LOGPROB_LIMITS[self.capabilities().dtype]
-        for number, answer in enumerate(answers[1:], 1):
-            for first, other in zip(answers[0], answer, strict=True):
-                gap = float(np.abs(first - other).mean()) if first.shape == other.shape else np.inf
-                if not gap <= limit:
-                    raise RolloutError(
-                        f"engine {number} scores a sequence under {adapter.name!r} version "
-                        f"{adapter.version} {gap:.4g} nats per token away from engine 0",
-                        f"at most {limit:g}",
-                    )
+        names = [f"engine {number}" for number in range(len(answers))]
+        check_agreement(names, answers, adapter, self.capabilities().dtype)
         return answers[0]
 
     def push(self, state: AdapterState, name: str = "policy") -> Receipt:

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from glm_lora.errors import TrainingError
-from glm_lora.protocols import BASE, Finish, Sample, TrainSample
+from glm_lora.protocols import BASE, LOGPROB_LIMITS, Finish, Sample, TrainSample
 from glm_lora.rl.batch import BatchReport
 from glm_lora.rl.rewards import Score
 
 LOGPROB_DIFF = "train/train_rollout_logprob_abs_diff"
 LOGPROB_NONFINITE = "train/train_rollout_logprob_nonfinite"
-LOGPROB_LIMITS = {"float32": 1e-3, "bfloat16": 0.05}
-"""Default hard limits of the mean difference by compute dtype, in nats."""
 
 
 def mean(values: Sequence[float] | np.ndarray) -> float:

@@ -12,13 +12,13 @@ import numpy as np
 from glm_lora.errors import RolloutError, RunError, SyncError
 from glm_lora.protocols import (
     BASE,
+    LOGPROB_LIMITS,
     AdapterRef,
     AdapterState,
     Capabilities,
     Receipt,
     RolloutEngine,
 )
-from glm_lora.rl.metrics import LOGPROB_LIMITS
 from glm_lora.sync.verify import check_probe, check_receipt, check_selection, check_state
 
 TrainerLogprobs = Callable[[Sequence[int]], np.ndarray]
