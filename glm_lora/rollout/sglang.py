@@ -11,19 +11,16 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.errors import RolloutError, RunError, SyncError
-from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.protocols import (
     BASE,
     AdapterRef,
@@ -33,16 +30,10 @@ from glm_lora.protocols import (
     Request,
     Sample,
 )
-from glm_lora.rollout.sglang_client import Completion, SglangClient
-from glm_lora.rollout.sglang_info import ServerInfo, read_info, same_info
-from glm_lora.rollout.sglang_payload import (
-    LoadRequest,
-    padded_tensors,
-    request_with_bytes,
-    request_with_folder,
-    serving_config,
-)
-from glm_lora.rollout.sglang_plugin import DIGEST_KEY
+from glm_lora.rollout.agreement import check_agreement
+from glm_lora.rollout.sglang_adapters import ROUTES, AdapterApi, Parcel, Transport, choose_api
+from glm_lora.rollout.sglang_client import Completion, SglangClient, server_urls
+from glm_lora.rollout.sglang_info import ServerInfo, read_info, read_routes, same_info
 from glm_lora.rollout.sglang_samples import check_version, sample_of, sampling
 from glm_lora.rollout.sglang_server import (
     START_LIMIT,
@@ -55,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 MAX_LOADED = 2
 """Adapter versions a server holds at once."""
-SHARED_MEMORY = Path("/dev/shm")
-Transport = Literal["bytes", "folder"]
 T = TypeVar("T")
 
 
@@ -86,9 +75,8 @@ class SglangEngine:
             raise RolloutError("no SGLang server was named", "at least one URL")
         self._clients = list(clients)
         self._servers = list(servers)
-        self._transport: Transport = transport
-        self._base_model = base_model
         self._session = uuid.uuid4().hex[:8]
+        self._infos: list[ServerInfo] = []
         self._loaded: dict[AdapterRef, str] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -96,7 +84,7 @@ class SglangEngine:
         self._released = False
         self._spec: ModelSpec | None = None
         try:
-            self.info = self._run(self._read_infos())
+            self._api = self._run(self._connect(transport, base_model))
         except BaseException:
             self._stop_loop()
             raise
@@ -104,29 +92,56 @@ class SglangEngine:
     def _check_open(self) -> None:
         if not self._thread.is_alive():
             raise RolloutError("the SGLang engine is closed")
+        if self._released:
+            raise RolloutError("the engine's memory is released", "resume() before requests")
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _read_infos(self) -> ServerInfo:
-        infos = [await read_info(client) for client in self._clients]
-        for client, info in zip(self._clients, infos, strict=True):
-            same_info(self._clients[0].url, infos[0], client.url, info)
-        return infos[0]
+    async def _connect(self, transport: Transport, base_model: str) -> AdapterApi:
+        apis: list[AdapterApi] = []
+        for client in self._clients:
+            info = await read_info(client)
+            self._infos.append(info)
+            same_info(self._clients[0].url, self.info, client.url, info)
+            if info.max_loaded is not None and info.max_loaded < MAX_LOADED:
+                raise RolloutError(
+                    f"{client.url} holds {info.max_loaded} adapters (--max-loaded-loras)",
+                    f"at least {MAX_LOADED}: the new version beside the one in use",
+                )
+            routes = await read_routes(client, ROUTES)
+            apis.append(
+                choose_api(routes, client.url, info, transport=transport, base_model=base_model)
+            )
+            if apis[-1].name != apis[0].name:
+                raise RolloutError(
+                    f"{client.url} takes adapters by {apis[-1].name}, {self._clients[0].url} by "
+                    f"{apis[0].name}",
+                    "the same on all servers",
+                )
+            await apis[0].check(client)
+        return apis[0]
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the first server says of itself; the others agree in all that matters."""
+        return self._infos[0]
 
     def require_plugin(self, spec: ModelSpec) -> None:
-        """Check that every server runs this package's plugin on a model of ``spec``'s sites.
+        """Check that every server that needs this package's plugin runs it on ``spec``'s sites.
 
         Raises:
-            RolloutError: The plugin is not active in the scheduler, or wraps another number of
+            RolloutError: The plugin is not active in a scheduler, or wraps another number of
                 modules than the targets have.
         """
-        self.info.check_plugin(spec)
+        if self._api.needs_plugin:
+            for info in self._infos:
+                info.check_plugin(spec)
         self._spec = spec
 
     def capabilities(self) -> Capabilities:
         """What the servers can do, as they said themselves."""
-        return self.info.capabilities()
+        return self.info.capabilities(self._api.name)
 
     # Adapters
 
@@ -136,6 +151,7 @@ class SglangEngine:
         Raises:
             SyncError: A server refused it, received something else, or did not answer. No server
                 keeps it then; versions loaded before stay.
+            RolloutError: The engine is closed or its memory is released.
         """
         self._check_open()
         start = time.perf_counter()
@@ -147,50 +163,28 @@ class SglangEngine:
                 f"the adapter has rank {state.selection.rank}", f"at most {self.info.max_rank}"
             )
         served = f"{name}-{ref.version}-{self._session}"
-        with tempfile.TemporaryDirectory(dir=self._shared()) as folder:
-            request, digest = self._request(state, served, Path(folder) / "adapter")
-            num_tensors = self._run(self._load(request, digest))
+        with self._api.pack(state, served) as parcel:
+            num_tensors = self._run(self._load(parcel, served))
+            num_bytes = parcel.num_bytes * len(self._clients)
         self._loaded[ref] = served
         return Receipt(
             ref=ref,
             digest=state.digest,
             num_tensors=num_tensors,
-            bytes=request.num_bytes * len(self._clients),
+            bytes=num_bytes,
             seconds=time.perf_counter() - start,
         )
 
-    def _shared(self) -> str | None:
-        usable = self._transport == "folder" and SHARED_MEMORY.is_dir()
-        return str(SHARED_MEMORY) if usable else None
-
-    def _request(self, state: AdapterState, served: str, folder: Path) -> tuple[LoadRequest, str]:
-        tensors = padded_tensors(state)
-        padded = any(tensors[key] is not state.tensors[key] for key in tensors)
-        digest = fingerprint_tensors(tensors) if padded else state.digest
-        config = serving_config(state.selection, self._base_model)
-        if self.info.verifies:
-            config[DIGEST_KEY] = digest
-        if self._transport == "folder":
-            return request_with_folder(served, tensors, config, folder), digest
-        request = request_with_bytes(
-            served,
-            tensors,
-            config,
-            copies=self.info.tensor_parallel,
-            checksums=not self.info.verifies,
-        )
-        return request, digest
-
-    async def _load(self, request: LoadRequest, digest: str) -> int:
+    async def _load(self, parcel: Parcel, served: str) -> int:
         while len(self._loaded) >= MAX_LOADED:
             await self._unload(next(iter(self._loaded)))
         results = await asyncio.gather(
-            *(self._load_one(client, request, digest) for client in self._clients),
+            *(self._load_one(client, parcel, served) for client in self._clients),
             return_exceptions=True,
         )
         failures = [r for r in results if isinstance(r, BaseException)]
         if failures:
-            await self._forget(request.name)
+            await self._forget(served)
             reasons = "; ".join(str(f).rstrip(".") for f in failures)
             raise SyncError(
                 f"{len(failures)} of {len(self._clients)} SGLang servers did not take the "
@@ -199,27 +193,36 @@ class SglangEngine:
         counts = {r for r in results if isinstance(r, int)}
         return counts.pop() if len(counts) == 1 else min(counts)
 
-    async def _load_one(self, client: SglangClient, request: LoadRequest, digest: str) -> int:
-        await client.load_adapter(request)
-        count = request.num_tensors
-        if self.info.verifies:
-            count = (await read_info(client)).received(request.name, digest)
-        await client.set_version(request.name)
+    async def _load_one(self, client: SglangClient, parcel: Parcel, served: str) -> int:
+        count = await parcel.deliver(client)
+        await client.set_version(served)
         return count
 
     async def _forget(self, served: str) -> None:
         for client in self._clients:
-            with contextlib.suppress(RolloutError):
+            with contextlib.suppress(RunError):
                 await client.unload_adapter(served)
+        with contextlib.suppress(RunError):
+            await self._name_newest()
 
     async def _unload(self, ref: AdapterRef) -> None:
         served = self._loaded.pop(ref)
         await asyncio.gather(*(client.unload_adapter(served) for client in self._clients))
 
     def discard(self, ref: AdapterRef) -> None:
-        """Unload ``ref`` from every server; RolloutError when it is not loaded."""
+        """Unload ``ref`` from every server, if it is loaded; the one before is the newest again.
+
+        Raises:
+            RolloutError, SyncError: A server did not unload it.
+        """
         if ref in self._loaded:
             self._run(self._unload(ref))
+            self._run(self._name_newest())
+
+    async def _name_newest(self) -> None:
+        newest = next(reversed(self._loaded.values()), None)
+        if newest is not None:
+            await asyncio.gather(*(client.set_version(newest) for client in self._clients))
 
     # Requests
 
@@ -242,8 +245,6 @@ class SglangEngine:
 
     def _served_name(self, adapter: AdapterRef) -> str | None:
         self._check_open()
-        if self._released:
-            raise RolloutError("the engine's memory is released", "resume() before requests")
         if adapter == BASE:
             return None
         if adapter not in self._loaded:
@@ -275,25 +276,19 @@ class SglangEngine:
     def score(self, sequences: Sequence[Sequence[int]], adapter: AdapterRef) -> list[np.ndarray]:
         """Log-probability (temperature 1) of tokens 1.. of each sequence given those before.
 
+        Every server is asked, and all must agree; the answer is the first one's.
+
         Raises:
-            RolloutError: ``adapter`` is not loaded, or a server failed.
+            RolloutError: ``adapter`` is not loaded, a server failed, or one differs from the first.
         """
         served = self._served_name(adapter)
-        params = [{"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}]
-
-        async def one(index: int, sequence: Sequence[int]) -> np.ndarray:
-            client = self._clients[index % len(self._clients)]
-            (answer,) = await client.generate(
-                [sequence], params, lora_path=served, prompt_logprobs=True
-            )
-            if len(answer.prompt_logprobs) != len(sequence) - 1:
-                raise RolloutError(
-                    f"{client.url} scored {len(answer.prompt_logprobs)} tokens",
-                    f"{len(sequence) - 1}",
-                )
-            return np.asarray(answer.prompt_logprobs, dtype=np.float32)
-
-        return self._run(self._gather([one(i, s) for i, s in enumerate(sequences)]))
+        asked = [_score(c, s, served) for c in self._clients for s in sequences]
+        scored = self._run(self._gather(asked))
+        count = len(sequences)
+        answers = [scored[i * count : (i + 1) * count] for i in range(len(self._clients))]
+        urls = [client.url for client in self._clients]
+        check_agreement(urls, answers, adapter, self.info.dtype)
+        return answers[0]
 
     async def _gather(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         tasks = [asyncio.ensure_future(w) for w in work]
@@ -348,7 +343,7 @@ class SglangEngine:
         if not self._servers:
             for ref in list(self._loaded):
                 with contextlib.suppress(RunError):
-                    self.discard(ref)
+                    self._run(self._unload(ref))
         for client in self._clients:
             self._run(client.close())
         self._stop_loop()
@@ -360,6 +355,16 @@ class SglangEngine:
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
+
+
+async def _score(client: SglangClient, sequence: Sequence[int], served: str | None) -> np.ndarray:
+    params = [{"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}]
+    (answer,) = await client.generate([sequence], params, lora_path=served, prompt_logprobs=True)
+    if len(answer.prompt_logprobs) != len(sequence) - 1:
+        raise RolloutError(
+            f"{client.url} scored {len(answer.prompt_logprobs)} tokens", f"{len(sequence) - 1}"
+        )
+    return np.asarray(answer.prompt_logprobs, dtype=np.float32)
 
 
 def start_engine(
@@ -398,10 +403,11 @@ def attach_engine(
     """Connect to running servers (``--rollout-engine-urls``); ``close`` leaves them running.
 
     Raises:
-        RolloutError: A server does not answer, serves no adapters, has no active plugin, or
-            differs from the others.
+        ConfigError: A URL is not one, or is named twice.
+        RolloutError: A server does not answer, serves no adapters, has no active plugin where it
+            needs one, or differs from the others.
     """
-    clients = [SglangClient(url.rstrip("/"), api_key=api_key) for url in urls]
+    clients = [SglangClient(url, api_key=api_key) for url in server_urls(urls)]
     return _checked(SglangEngine(clients, base_model=base_model), spec)
 
 

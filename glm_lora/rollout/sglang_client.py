@@ -15,16 +15,21 @@ from typing import Any
 
 import httpx
 
-from glm_lora.errors import RolloutError, SyncError
-from glm_lora.rollout.sglang_payload import LoadRequest
+from glm_lora.errors import ConfigError, RolloutError, SyncError
 
 logger = logging.getLogger(__name__)
 
+UNLOAD_ROUTE = "/unload_lora_adapter"
+VERSION_ROUTE = "/update_weight_version"
 RETRIES = 3
 """Attempts of one sampling request; the same seed makes a repeated request the same request."""
 _RETRY_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _PAUSE = 0.5
 """Seconds before the second attempt; doubled each time."""
+
+
+class Refused(SyncError):
+    """A server answered a command with ``success`` false: it is alive and did not do it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,32 @@ class Completion:
     """SGLang's word: stop, length or abort."""
     weight_version: str
     routed_experts: Any = None
+
+
+def server_urls(texts: Sequence[str]) -> list[str]:
+    """The addresses of servers, without a slash at the end.
+
+    Raises:
+        ConfigError: One is not ``http://host:port`` (or https, with or without a path), or two
+            are the same.
+    """
+    urls: list[str] = []
+    for text in texts:
+        expected = "http://HOST:PORT"
+        try:
+            url = httpx.URL(text.strip())
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ConfigError(f"{text!r} is no server's URL ({error})", expected) from error
+        if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
+            raise ConfigError(f"{text!r} is no server's URL", expected)
+        if url.userinfo:
+            raise ConfigError(
+                "a server's URL carries a password", expected, "See --rollout-engine-key-file"
+            )
+        urls.append(str(url).rstrip("/"))
+        if urls.count(urls[-1]) > 1:
+            raise ConfigError(f"{urls[-1]} is named twice", "every server once")
+    return urls
 
 
 @dataclass
@@ -97,6 +128,19 @@ class SglangClient:
         except httpx.HTTPError:
             return False
 
+    async def takes_post(self, path: str) -> bool:
+        """Whether the server has a route ``path`` for POST, asked without calling it.
+
+        Web servers of SGLang's kind answer OPTIONS on such a route with 405 and what it allows, and
+        with 404 where there is none.
+        """
+        http, _ = self._client()
+        try:
+            response = await http.request("OPTIONS", path, timeout=self.control_limit)
+        except httpx.HTTPError as error:
+            raise RolloutError(f"{self.url}{path} failed: {_said(error)}") from error
+        return response.status_code == 405 and "POST" in response.headers.get("Allow", "")
+
     async def post(self, path: str, body: Mapping[str, Any] | Sequence[bytes]) -> Any:
         """A POST that must succeed at the first attempt; RolloutError with the server's words.
 
@@ -104,16 +148,43 @@ class SglangClient:
             path: Route.
             body: A JSON object, or its text in pieces (sent without joining them).
         """
+        return self._decoded(path, await self._send(path, body))
+
+    async def command(
+        self, path: str, body: Mapping[str, Any] | Sequence[bytes]
+    ) -> Mapping[str, Any]:
+        """A POST whose answer must say ``success``; arguments as those of ``post``.
+
+        Returns:
+            The answer.
+
+        Raises:
+            Refused: The server says that it did not do it, and why.
+            RolloutError: It did not say either; whether it was done is unknown.
+        """
+        response = await self._send(path, body)
+        answer = _object(response)
+        success = answer.get("success")
+        if success is True and response.status_code == 200:
+            return answer
+        if success is False:
+            reason = answer.get("error_message") or answer.get("message") or response.text
+            raise Refused(f"{self.url}{path} refused: {str(reason)[:500]}")
+        raise RolloutError(
+            f"{self.url}{path} answered {response.status_code}: {response.text[:500]}",
+            "an answer with success true or false",
+        )
+
+    async def _send(self, path: str, body: Mapping[str, Any] | Sequence[bytes]) -> httpx.Response:
         http, _ = self._client()
         chunks = [json.dumps(body).encode()] if isinstance(body, Mapping) else body
         headers = {**_JSON, "Content-Length": str(sum(map(len, chunks)))}
         try:
-            response = await http.post(
+            return await http.post(
                 path, content=_stream(chunks), headers=headers, timeout=self.control_limit
             )
         except httpx.HTTPError as error:
             raise RolloutError(f"{self.url}{path} failed: {_said(error)}") from error
-        return self._decoded(path, response)
 
     def _decoded(self, path: str, response: httpx.Response) -> Any:
         if response.status_code != 200:
@@ -181,27 +252,13 @@ class SglangClient:
             next_step="See the server's log",
         )
 
-    async def load_adapter(self, request: LoadRequest) -> None:
-        """Send a prepared load request; SyncError unless every rank reports success."""
-        try:
-            answer = await self.post(request.path, request.chunks)
-        except RolloutError as error:
-            raise SyncError(f"the adapter was not loaded: {error.what}") from error
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise SyncError(f"{self.url} did not load the adapter: {str(answer)[:500]}")
-
     async def unload_adapter(self, name: str) -> None:
         """Unload ``name``; the server waits for the requests that use it."""
-        answer = await self.post("/unload_lora_adapter", {"lora_name": name})
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise RolloutError(f"{self.url} did not unload {name}: {str(answer)[:500]}")
+        await self.command(UNLOAD_ROUTE, {"lora_name": name})
 
     async def set_version(self, version: str) -> None:
         """Name the state that answers carry as ``weight_version``; running requests go on."""
-        body = {"new_version": version, "abort_all_requests": False}
-        answer = await self.post("/update_weight_version", body)
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise SyncError(f"{self.url} did not take version {version}: {str(answer)[:300]}")
+        await self.command(VERSION_ROUTE, {"new_version": version, "abort_all_requests": False})
 
 
 _JSON = {"Content-Type": "application/json"}
@@ -210,6 +267,14 @@ _JSON = {"Content-Type": "application/json"}
 async def _stream(chunks: Sequence[bytes]) -> AsyncIterator[bytes]:
     for chunk in chunks:
         yield chunk
+
+
+def _object(response: httpx.Response) -> Mapping[str, Any]:
+    try:
+        answer = response.json()
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def _said(error: httpx.HTTPError) -> str:

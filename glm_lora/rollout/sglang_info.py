@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.errors import RolloutError, SyncError
-from glm_lora.protocols import Capabilities
+from glm_lora.protocols import LOGPROB_LIMITS, Capabilities
 from glm_lora.rollout.sglang_client import SglangClient
 from glm_lora.rollout.sglang_plugin import REPORT_KEY
 from glm_lora.rollout.sglang_plugin.widths import PARTS, module_names
-
-TENSORS_ROUTE = "/load_lora_adapter_from_tensors"
-FOLDER_ROUTE = "/load_lora_adapter"
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,8 @@ class ServerInfo:
     targets: frozenset[str]
     """Leaf names of adaptable projections."""
     tensor_parallel: int
+    max_loaded: int | None
+    """Adapters the server holds at once (``--max-loaded-loras``); None: no limit."""
     memory_saver: bool
     cpu_backup: bool
     routed_experts: bool
@@ -38,8 +37,8 @@ class ServerInfo:
         """Whether the plugin checks and accounts for what this server receives."""
         return bool(self.plugin.get("prepared"))
 
-    def capabilities(self) -> Capabilities:
-        """The record the loop works with."""
+    def capabilities(self, api: str) -> Capabilities:
+        """The record the loop works with; ``api`` names the chosen adapter interface."""
         return Capabilities(
             engine="sglang",
             version=self.version,
@@ -47,7 +46,7 @@ class ServerInfo:
             target_leaves=self.targets,
             dtype=self.dtype,
             routed_experts=self.routed_experts,
-            api=TENSORS_ROUTE.lstrip("/"),
+            api=api,
         )
 
     def check_plugin(self, spec: ModelSpec) -> None:
@@ -92,13 +91,21 @@ async def read_info(client: SglangClient) -> ServerInfo:
                 f"SGLang at {client.url} serves no adapters", "a server with --enable-lora"
             )
         names: list[str] = sorted(merged.get("lora_target_modules") or ())
-        dtype = str(merged["dtype"])
+        dtype = str(merged["dtype"]).replace("auto", "bfloat16")
+        if dtype not in LOGPROB_LIMITS:
+            raise RolloutError(
+                f"SGLang at {client.url} computes in {dtype}",
+                "one of " + ", ".join(LOGPROB_LIMITS),
+                "Start it with --dtype",
+            )
+        limit = merged.get("max_loaded_loras")
         return ServerInfo(
             version=str(data["version"]),
-            dtype="bfloat16" if dtype == "auto" else dtype,
+            dtype=dtype,
             max_rank=int(merged["max_lora_rank"]),
             targets=frozenset(leaf for n in names for leaf in PARTS.get(n, (n,))),
             tensor_parallel=int(merged.get("tp_size", 1)),
+            max_loaded=None if limit is None else int(limit),
             memory_saver=bool(merged.get("enable_memory_saver")),
             cpu_backup=bool(merged.get("enable_weights_cpu_backup")),
             routed_experts=bool(merged.get("enable_return_routed_experts")),
@@ -110,9 +117,38 @@ async def read_info(client: SglangClient) -> ServerInfo:
         ) from error
 
 
+async def read_routes(client: SglangClient, wanted: Iterable[str]) -> frozenset[str]:
+    """Which of the routes ``wanted`` the server takes a POST on.
+
+    Its own description (``/openapi.json``) says so; a server that publishes none is asked route by
+    route, without calling any.
+
+    Raises:
+        RolloutError: The server does not answer.
+    """
+    try:
+        paths = (await client.get("/openapi.json"))["paths"]
+        return frozenset(path for path in wanted if "post" in paths.get(path, ()))
+    except (RolloutError, AttributeError, KeyError, TypeError):
+        return frozenset([path for path in wanted if await client.takes_post(path)])
+
+
+_ALIKE = (
+    "version",
+    "dtype",
+    "max_rank",
+    "targets",
+    "tensor_parallel",
+    "memory_saver",
+    "cpu_backup",
+    "routed_experts",
+    "verifies",
+)
+
+
 def same_info(first_url: str, first: ServerInfo, url: str, info: ServerInfo) -> None:
-    """RolloutError unless two servers agree on everything that samples depend on."""
-    for what in ("version", "dtype", "max_rank", "targets", "memory_saver", "cpu_backup"):
+    """RolloutError unless two servers agree on everything that pushes and samples depend on."""
+    for what in _ALIKE:
         if getattr(first, what) != getattr(info, what):
             raise RolloutError(
                 f"{what} is {getattr(info, what)} at {url}, {getattr(first, what)} at {first_url}",

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 
+TENSORS_ROUTE = "/load_lora_adapter_from_tensors"
+FOLDER_ROUTE = "/load_lora_adapter"
+STREAM_ROUTE = "/update_weights_from_tensor"
+
+
 def padded_tensors(state: AdapterState) -> dict[str, torch.Tensor]:
     """The tensors of ``state`` with every rank zero-padded to the selection's largest.
 
@@ -112,20 +117,40 @@ def request_with_bytes(
     """
     fields: dict[str, Any] = {"lora_name": name, "config_dict": dict(config)}
     if checksums:
-        fields["expected_checksums"] = {k: record_of(k, t).sha256 for k, t in tensors.items()}
+        fields["expected_checksums"] = tensor_checksums(tensors)
+    chunks = _with_copies(fields, dict(tensors), copies)
+    return LoadRequest(TENSORS_ROUTE, name, chunks, len(tensors), total_bytes(tensors))
+
+
+def stream_request(
+    name: str, tensors: Mapping[str, torch.Tensor], *, copies: int = 1
+) -> LoadRequest:
+    """The tensors for a weight-update session: pairs of ``name:key`` and tensor, one copy per rank.
+
+    Args:
+        name: Registered adapter name; must not contain a colon.
+        tensors: Padded tensors by serving key, on the CPU.
+        copies: The server's tensor-parallel size.
+    """
+    pairs = [(f"{name}:{key}", tensor) for key, tensor in tensors.items()]
+    # A new adapter has a name of its own: nothing cached is out of date.
+    chunks = _with_copies({"flush_cache": False}, pairs, copies)
+    return LoadRequest(STREAM_ROUTE, name, chunks, len(tensors), total_bytes(tensors))
+
+
+def tensor_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The sha256 of every tensor's bytes, by serving key."""
+    return {key: record_of(key, tensor).sha256 for key, tensor in tensors.items()}
+
+
+def _with_copies(fields: Mapping[str, Any], value: object, copies: int) -> tuple[bytes, ...]:
     encoded = _Base64Writer()
-    pickle.Pickler(encoded, protocol=5).dump(dict(tensors))
+    pickle.Pickler(encoded, protocol=5).dump(value)
     pieces = encoded.finish()
     body = [json.dumps(fields).encode()[:-1] + b',"serialized_named_tensors":["', *pieces]
     for _ in range(copies - 1):
         body += [b'","', *pieces]
-    return LoadRequest(
-        "/load_lora_adapter_from_tensors",
-        name,
-        (*body, b'"]}'),
-        len(tensors),
-        total_bytes(tensors),
-    )
+    return (*body, b'"]}')
 
 
 class _Base64Writer:
@@ -180,4 +205,4 @@ def request_with_folder(
     save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     body = json.dumps({"lora_name": name, "lora_path": str(folder)}).encode()
-    return LoadRequest("/load_lora_adapter", name, (body,), len(tensors), total_bytes(tensors))
+    return LoadRequest(FOLDER_ROUTE, name, (body,), len(tensors), total_bytes(tensors))

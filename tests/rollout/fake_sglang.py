@@ -2,7 +2,8 @@
 
 Its log-probabilities are a fixed function of the tokens and of the adapter's digest, which a test
 computes for itself as "the trainer". ``test_sglang_replies.py`` compares the shape of its replies
-with those recorded from a real server.
+with those recorded from a real server; of the streamed interface (``fake_stream.py``) there is no
+recording.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from glm_lora.fingerprint import TensorRecord, fingerprint, record_of
+from glm_lora.rollout.sglang_client import UNLOAD_ROUTE, VERSION_ROUTE
+from glm_lora.rollout.sglang_payload import TENSORS_ROUTE
 from glm_lora.rollout.sglang_plugin.hooks import find_problems
 from glm_lora.rollout.sglang_plugin.widths import (
     MODULES,
@@ -28,6 +31,7 @@ from glm_lora.rollout.sglang_plugin.widths import (
     fused_parts,
     module_names,
 )
+from tests.rollout.fake_stream import FakeStream
 
 VOCAB = 50
 
@@ -43,10 +47,26 @@ def fake_logprobs(tokens, key: str) -> np.ndarray:
 
 
 class FakeSglang:
-    """One server's state; ``faults`` are names that the handlers look for."""
+    """One server's state; ``faults`` are names that the handlers look for.
 
-    def __init__(self, spec, rank: int = 8, tp: int = 1) -> None:
-        self.spec, self.rank, self.tp = spec, rank, tp
+    ``api`` is ``whole`` (released SGLang with the plugin), ``streamed`` (without it), ``both`` or
+    ``none``.
+    """
+
+    def __init__(
+        self,
+        spec,
+        rank: int = 8,
+        tp: int = 1,
+        *,
+        api: str = "whole",
+        staged: bool = True,
+        max_loaded: int | None = None,
+        base: str = "base",
+    ) -> None:
+        self.spec, self.rank, self.tp, self.api, self.base = spec, rank, tp, api, base
+        self.stream = FakeStream(self, staged=staged, max_loaded=max_loaded)
+        self.base_touched = False
         self.faults: set[str] = set()
         self.adapters: dict[str, tuple[str, int]] = {}
         self.version = "default"
@@ -60,7 +80,7 @@ class FakeSglang:
         self.lock = threading.Lock()
 
     def server_info(self) -> dict:
-        report = {
+        report: dict[str, Any] = {
             "version": "0.1.0",
             "prepared": "no plugin" not in self.faults,
             "targets": list(TARGETS),
@@ -83,19 +103,24 @@ class FakeSglang:
             "enable_return_routed_experts": False,
             **self.flags,
         }
-        return {
-            "version": "0.5.23",
-            **common,
-            "internal_states": [{**common, "glm_lora_plugin": report}],
-        }
+        if self.stream.max_loaded is not None:
+            common["max_loaded_loras"] = self.stream.max_loaded
+        state = common if self.api == "streamed" else {**common, "glm_lora_plugin": report}
+        return {"version": "0.5.23", **common, "internal_states": [state]}
+
+    def routes(self) -> list[str]:
+        """Those that take a POST."""
+        whole = [TENSORS_ROUTE] * (self.api in ("whole", "both"))
+        streamed = [*self.stream.calls] * (self.api in ("streamed", "both"))
+        return [*whole, *streamed, UNLOAD_ROUTE, VERSION_ROUTE, "/generate"]
 
     def load(self, body: dict) -> tuple[int, dict]:
         name = body["lora_name"]
         payloads = body["serialized_named_tensors"]
         if "refuse" in self.faults:
-            return self._update(False, "no memory for another adapter")
+            return self.update_reply(False, "no memory for another adapter")
         if "success false with 200" in self.faults:
-            return 200, self._update(False, "rank 1 failed")[1]
+            return 200, self.update_reply(False, "rank 1 failed")[1]
         if len(payloads) < self.tp:
             return 500, {"error": {"message": "list index out of range"}}
         problems = []
@@ -106,12 +131,12 @@ class FakeSglang:
         if name in self.adapters and name in self.loaded_ever:
             problems.append(f"Failed to load LoRA adapter {name} because it is already loaded")
         if problems:
-            return self._update(False, "glm-lora: " + "; ".join(problems))
+            return self.update_reply(False, "glm-lora: " + "; ".join(problems))
         self.loaded_ever.append(name)
         self.most_loaded = max(self.most_loaded, len(self.adapters))
         if "dies after load" in self.faults:
             self.dead = True
-        return self._update(True, "")
+        return self.update_reply(True, "")
 
     def _receive(self, name: str, payload: str, config: dict) -> list[str]:
         tensors = pickle.loads(base64.b64decode(payload))
@@ -135,7 +160,7 @@ class FakeSglang:
             self.adapters[name] = (digest, len(records))
         return problems
 
-    def _update(self, success: bool, message: str) -> tuple[int, dict]:
+    def update_reply(self, success: bool, message: str) -> tuple[int, dict]:
         reply = {
             "rid": None,
             "http_worker_ipc": None,
@@ -147,12 +172,14 @@ class FakeSglang:
 
     def unload(self, body: dict) -> tuple[int, dict]:
         name = body["lora_name"]
+        if name in self.stream.pending:
+            return self.update_reply(False, f"{name} is awaiting publication")
         if name not in self.adapters:
-            return self._update(False, f"LoRA with name {name} does not exist")
+            return self.update_reply(False, f"LoRA with name {name} does not exist")
         while self.using.get(name):
             time.sleep(0.01)
         del self.adapters[name]
-        return self._update(True, "")
+        return self.update_reply(True, "")
 
     def generate(self, body: dict) -> tuple[int, Any]:
         batched = isinstance(body["input_ids"][0], list)
@@ -160,6 +187,8 @@ class FakeSglang:
         params = body["sampling_params"] if batched else [body["sampling_params"]]
         names = body["lora_path"] if batched else [body["lora_path"]]
         for name in names:
+            if name in self.stream.pending:
+                return 400, {"error": {"message": f"{name} is awaiting publication"}}
             if name is not None and name not in self.adapters:
                 return 400, {
                     "error": {"message": f"Got LoRA adapter that has never been loaded: {name}"}
@@ -182,10 +211,11 @@ class FakeSglang:
 
     def _key(self, name: str | None) -> str:
         if name is None or "serves the base" in self.faults:
-            return "base"
+            return self.base
         if "keeps the old version" in self.faults:
-            return self.adapters[self.loaded_ever[0]][0]
-        return self.adapters[name][0]
+            name = self.loaded_ever[0]
+        digest, count = self.adapters[name]
+        return digest if count else self.base
 
     def _answer(
         self, prompt: list[int], params: dict, name: str | None, wants_prompt: bool
@@ -225,7 +255,11 @@ class FakeSglang:
         }
 
     def respond(self, method: str, path: str, body: dict) -> tuple[int, Any]:
+        if method == "OPTIONS":
+            return (405 if path in self.routes() else 404), {"detail": "Method Not Allowed"}
         self.requests.append((path, body))
+        if path == "/openapi.json" and "no description" not in self.faults:
+            return 200, {"openapi": "3.1.0", "paths": {p: {"post": {}} for p in self.routes()}}
         if path == "/health":
             return 200, None
         if path == "/server_info":
@@ -238,11 +272,15 @@ class FakeSglang:
                 if done % 3:
                     return 500, {"error": {"message": "internal"}}
             return self.generate(body)
-        if path == "/load_lora_adapter_from_tensors":
+        if path not in self.routes() and path in {TENSORS_ROUTE, *self.stream.calls}:
+            return 404, {"detail": "Not Found"}
+        if path == TENSORS_ROUTE:
             return self.load(body)
-        if path == "/unload_lora_adapter":
+        if path in self.stream.calls:
+            return self.stream.calls[path](body)
+        if path == UNLOAD_ROUTE:
             return self.unload(body)
-        if path == "/update_weight_version":
+        if path == VERSION_ROUTE:
             if "version refused" in self.faults:
                 return 400, {"success": False, "message": "Failed to update weight version: x"}
             self.version = body["new_version"]
@@ -273,10 +311,12 @@ def running(fake: FakeSglang):
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
+            if status == 405:
+                self.send_header("Allow", "POST")
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = _handle
+        do_GET = do_POST = do_OPTIONS = _handle
 
         def log_message(self, *args: Any) -> None:
             pass

@@ -27,6 +27,7 @@ INFO = (
     "dtype",
     "enable_lora",
     "max_lora_rank",
+    "max_loaded_loras",
     "lora_target_modules",
     "tp_size",
     "enable_memory_saver",

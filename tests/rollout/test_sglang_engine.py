@@ -31,8 +31,10 @@ PARAMS = SamplingParams(6, 1.0, (20, 21, 22), seed=5)
 class Cluster:
     """Fake servers with one engine over them."""
 
-    def __init__(self, count: int = 1, *, faults=(), tp: int = 1, limit: float = 30.0, **flags):
-        self.fakes = [FakeSglang(TINY, tp=tp) for _ in range(count)]
+    def __init__(
+        self, count: int = 1, *, api="whole", faults=(), tp: int = 1, limit: float = 30.0, **flags
+    ):
+        self.fakes = [FakeSglang(TINY, tp=tp, api=api) for _ in range(count)]
         for fake in self.fakes:
             fake.flags = flags
         self.fakes[-1].faults |= set(faults)
@@ -48,6 +50,12 @@ class Cluster:
 
     def __exit__(self, *exc):
         self.stack.close()
+
+
+@pytest.fixture(params=["whole", "streamed"])
+def api(request):
+    """The adapter interface of the servers."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +80,8 @@ def test_it_is_a_rollout_engine_and_takes_adapters_back():
         assert isinstance(cluster.engine, Revocable)
 
 
-def test_push_generate_and_score(state):
-    with Cluster() as cluster:
+def test_push_generate_and_score(state, api):
+    with Cluster(api=api) as cluster:
         report = sync(cluster, state)
         assert report.receipt.digest == state.digest
         assert report.receipt.num_tensors == 86
@@ -115,8 +123,8 @@ def test_only_loaded_versions_are_served(state):
             cluster.engine.push(state)
 
 
-def test_at_most_two_versions_are_loaded_each_under_its_own_name():
-    with Cluster(2) as cluster:
+def test_at_most_two_versions_are_loaded_each_under_its_own_name(api):
+    with Cluster(2, api=api) as cluster:
         for version in range(1, 6):
             sync(cluster, random_state(tiny_selection(), version=version, seed=version))
         for fake in cluster.fakes:
@@ -129,9 +137,9 @@ def test_at_most_two_versions_are_loaded_each_under_its_own_name():
     assert all(fake.adapters == {} for fake in cluster.fakes), "close takes our adapters back"
 
 
-def test_an_old_version_is_unloaded_after_its_last_request():
+def test_an_old_version_is_unloaded_after_its_last_request(api):
     states = [random_state(tiny_selection(), version=v, seed=v) for v in (1, 2, 3)]
-    with Cluster(faults=["slow"]) as cluster:
+    with Cluster(api=api, faults=["slow"]) as cluster:
         cluster.engine.push(states[0])
         cluster.engine.push(states[1])
         got = []
@@ -165,31 +173,48 @@ def test_requests_are_spread_over_all_servers(state):
     [
         ("refuse", "no memory for another adapter"),
         ("success false with 200", "rank 1 failed"),
-        ("accepts nothing", "received digest"),
-        ("drops one tensor", "received digest"),
+        ("accepts nothing", "received digest|expected manifest"),
+        ("drops one tensor", "received digest|expected manifest"),
         ("version refused", "Failed to update weight version"),
     ],
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_push_that_did_not_arrive_stops_and_leaves_no_server_with_it(
-    state, fault, message, count
+    state, fault, message, count, api
 ):
     old = random_state(tiny_selection(), version=0, seed=8)
-    with Cluster(count) as cluster:
+    with Cluster(count, api=api) as cluster:
         sync(cluster, old)
         cluster.fakes[-1].faults.add(fault)
         with pytest.raises(SyncError, match=message):
             sync(cluster, state)
         served = cluster.fakes[0].loaded_ever[:1]
         assert [list(fake.adapters) for fake in cluster.fakes] == [served] * count
+        assert [fake.stream.session for fake in cluster.fakes] == [None] * count
         cluster.fakes[-1].faults.clear()
         np.testing.assert_array_equal(
             cluster.engine.score([TOKENS], old.ref())[0], fake_logprobs(TOKENS, old.digest)
         )
 
 
-def test_one_silent_rank_of_two_is_a_timeout_not_a_hang(state):
-    with Cluster(tp=2, limit=0.5) as cluster:
+@pytest.mark.parametrize("count", [1, 2])
+def test_after_a_failed_push_the_old_version_goes_on_sampling(state, count, api):
+    old = random_state(tiny_selection(), version=0, seed=8)
+    requests = [Request(TOKENS, PARAMS)] * count
+    with Cluster(count, api=api) as cluster:
+        sync(cluster, old)
+        before = cluster.engine.generate(requests, old.ref())
+        with pytest.raises(SyncError, match="trainer and engine differ"):
+            sync(cluster, state, trainer=lambda t: fake_logprobs(t, "another adapter"))
+        assert cluster.engine.generate(requests, old.ref()) == before
+        cluster.fakes[-1].faults.add("refuse")
+        with pytest.raises(SyncError, match="no memory"):
+            sync(cluster, random_state(tiny_selection(), version=2))
+        assert cluster.engine.generate(requests, old.ref()) == before
+
+
+def test_one_silent_rank_of_two_is_a_timeout_not_a_hang(state, api):
+    with Cluster(api=api, tp=2, limit=0.5) as cluster:
         sync(cluster, state)
         cluster.fakes[0].faults.add("one rank silent")
         start = time.monotonic()
@@ -199,8 +224,8 @@ def test_one_silent_rank_of_two_is_a_timeout_not_a_hang(state):
 
 
 @pytest.mark.parametrize("fault", ["serves the base", "keeps the old version", "nan"])
-def test_a_server_that_serves_something_else_is_found_by_the_probe(state, fault):
-    with Cluster() as cluster:
+def test_a_server_that_serves_something_else_is_found_by_the_probe(state, fault, api):
+    with Cluster(api=api) as cluster:
         sync(cluster, random_state(tiny_selection(), version=0, seed=8))
         probe = record_probe(cluster.engine, TOKENS)
         cluster.fakes[0].faults.add(fault)
@@ -209,8 +234,8 @@ def test_a_server_that_serves_something_else_is_found_by_the_probe(state, fault)
         assert len(cluster.fakes[0].adapters) == 1, "the new version was taken back"
 
 
-def test_a_server_that_dies_between_load_and_generate(state):
-    with Cluster(limit=5) as cluster:
+def test_a_server_that_dies_between_load_and_generate(state, api):
+    with Cluster(api=api, limit=5) as cluster:
         probe = record_probe(cluster.engine, TOKENS)
         cluster.fakes[0].faults.add("dies after load")
         with pytest.raises(SyncError, match=r"did not arrive|did not take"):
@@ -311,8 +336,8 @@ def test_ranks_per_group_are_padded_for_the_server():
         assert (body["config_dict"]["r"], body["config_dict"]["lora_alpha"]) == (4, 8)
 
 
-def test_one_copy_per_rank_travels(state):
-    with Cluster(tp=2) as two, Cluster() as one:
+def test_one_copy_per_rank_travels(state, api):
+    with Cluster(api=api, tp=2) as two, Cluster(api=api) as one:
         ratio = two.engine.push(state).bytes / one.engine.push(state).bytes
         assert 1.9 < ratio < 2.0
 
