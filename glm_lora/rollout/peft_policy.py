@@ -9,6 +9,7 @@ kept per token, L MoE layers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,7 @@ class PeftPolicy:
         self._peft.requires_grad_(False).eval()
         fit_kda_chunks(self._peft)
         self._text = base.model.language_model
+        self._cache_argument = cache_argument(self._text)
         self._head = base.lm_head
         self._layers = self._adapted_modules()
         self._routers = [m for m in base.modules() if isinstance(m, Glm5NextTextTopkRouter)]
@@ -170,7 +172,10 @@ class PeftPolicy:
         Padding on the right would enter the recurrent state that decoding continues from.
         """
         output = self._text(
-            input_ids=ids_BS, attention_mask=mask_BS, cache=cache, use_cache=cache is not None
+            input_ids=ids_BS,
+            attention_mask=mask_BS,
+            use_cache=cache is not None,
+            **{self._cache_argument: cache},
         )
         return output.last_hidden_state
 
@@ -198,6 +203,26 @@ class PeftPolicy:
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._peft.named_parameters()
         yield from self._peft.named_buffers()
+
+
+def cache_argument(text_model: nn.Module) -> str:
+    """What the text model calls its cache.
+
+    transformers renamed it within 5.x, and a model swallows keywords that it does not know: under
+    the wrong name it would start every token with an empty cache and say nothing.
+
+    Raises:
+        RolloutError: It has none of the known names.
+    """
+    known = inspect.signature(type(text_model).forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in known:
+            return name
+    raise RolloutError(
+        f"{type(text_model).__name__}.forward takes no cache: {', '.join(known)}",
+        "an argument cache or past_key_values",
+        "Install a transformers between 5.16 and the one in constraints.txt",
+    )
 
 
 def _load_base(folder: Path, dtype: torch.dtype) -> Glm5NextForConditionalGeneration:

@@ -18,6 +18,7 @@ from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.protocols import BASE, AdapterRef, Finish, Request, RolloutEngine, SamplingParams
 from glm_lora.rollout import embedded
 from glm_lora.rollout.embedded import EmbeddedEngine
+from glm_lora.rollout.peft_policy import cache_argument
 from glm_lora.targets.selection import make_selection
 from tests.support import close
 from tests.tiny_checkpoint import random_state, tiny_selection, write_checkpoint
@@ -375,3 +376,24 @@ def test_a_checkpoint_without_a_weight_is_refused(folder, tmp_path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="no usable weight"):
         EmbeddedEngine(tmp_path, SELECTION, dtype=torch.float32)
+
+
+def test_the_cache_goes_by_the_name_that_this_transformers_knows():
+    """transformers renamed it; under a name it does not know, every token forgets those before."""
+
+    class Older(torch.nn.Module):
+        def forward(self, input_ids, past_key_values=None, **kwargs):
+            return input_ids
+
+    class Newer(torch.nn.Module):
+        def forward(self, input_ids, cache=None, **kwargs):
+            return input_ids
+
+    class Other(torch.nn.Module):
+        def forward(self, input_ids, **kwargs):
+            return input_ids
+
+    assert cache_argument(Older()) == "past_key_values"
+    assert cache_argument(Newer()) == "cache"
+    with pytest.raises(RolloutError, match="takes no cache"):
+        cache_argument(Other())
