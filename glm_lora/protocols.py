@@ -205,11 +205,15 @@ class Trainer(Protocol):
         ...
 
     def begin_save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """As ``save``, but written while the trainer goes on; ``finish_save`` waits for it."""
+        """As ``save``, but only copy to the host what is to be written."""
+        ...
+
+    def write_save(self) -> None:
+        """Write what ``begin_save`` copied while the trainer goes on."""
         ...
 
     def finish_save(self) -> Mapping[str, float]:
-        """Wait for ``begin_save``; its seconds and bytes. CheckpointError when it failed."""
+        """Wait for ``write_save``; its seconds and bytes. CheckpointError when it failed."""
         ...
 
     def load(self, folder: Path) -> Mapping[str, Any]:

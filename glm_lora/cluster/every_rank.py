@@ -49,6 +49,10 @@ class EveryRankTrainer(ABC):
         """See ``protocols.Trainer``."""
         self.call_all("begin_save", folder, extra)
 
+    def write_save(self) -> None:
+        """See ``protocols.Trainer``."""
+        self.call_all("write_save")
+
     def finish_save(self) -> Mapping[str, float]:
         """See ``protocols.Trainer``."""
         return self.call_all("finish_save")

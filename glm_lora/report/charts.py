@@ -15,7 +15,8 @@ from glm_lora.report.run_data import RunData, number
 DIFF = "train/train_rollout_logprob_abs_diff"
 GIB = 2.0**30
 PHASES = (
-    "rollout", "reward", "release", "onload", "train", "offload", "resume", "sync", "eval", "save",
+    "rollout", "reward", "release", "onload", "train", "offload", "resume", "sync", "eval",
+    "save_wait", "save",
 )  # fmt: skip
 """Order of the phases of one rollout."""
 

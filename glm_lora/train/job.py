@@ -266,29 +266,36 @@ class Job:
         """The prompts dealt so far are used up; a resumed run continues from here."""
         self.cursor = self.explorer.prompts.state_dict()
 
-    def save(self, rollouts: int, *, wait: bool = True, needed: bool = False) -> bool:
-        """Write a checkpoint after ``rollouts`` rollouts and drop the oldest ones.
+    def save(self, rollouts: int, *, needed: bool = False) -> bool:
+        """Write a checkpoint after ``rollouts`` rollouts, wait for it and drop the oldest ones.
 
         A disk that is full or gone does not end the run: it says so and keeps what it has.
 
         Args:
             rollouts: Rollouts done.
-            wait: Until it is on disk; else it is written while the run goes on, and the next
-                ``finish_rollout`` says how it went.
             needed: Nothing comes after this one, so it must succeed.
 
         Returns:
-            Whether the checkpoint was written, as far as is known.
+            Whether the checkpoint was written.
 
         Raises:
             RunError: It was needed and could not be written.
         """
+        self._copy_for_save(rollouts)
+        self._write_save(rollouts)
+        return self.finish_save(needed=needed)
+
+    def _copy_for_save(self, rollouts: int) -> None:
+        """The part of a save for which the training stands still."""
         self.finish_save()
         extra: dict[str, Any] = {"rollouts": rollouts, "prompts": self.cursor}
         with self.phase("save"):
             self.trainer.begin_save(iteration_folder(self.folder.path, rollouts), extra)
+
+    def _write_save(self, rollouts: int) -> None:
+        """The part that goes on beside the training; the next ``finish_save`` says how it went."""
+        self.trainer.write_save()
         self.saving = rollouts
-        return self.finish_save(needed=needed) if wait else True
 
     def finish_save(self, *, needed: bool = False) -> bool:
         """Wait for the checkpoint that is being written, if any; see ``save``."""
@@ -296,7 +303,7 @@ class Job:
             return True
         rollouts, self.saving = self.saving, None
         try:
-            with self.phase("save"):
+            with self.phase("save_wait"):
                 self.recorder.add(self.trainer.finish_save())
         except CheckpointError as error:
             last = latest_checkpoint(self.folder.path)
@@ -324,14 +331,16 @@ class Job:
         )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.recorder.add({"memory/driver_peak_bytes": float(peak)})
+        interval, done = self.config.save_interval, step + 1
+        due = interval and done % interval == 0 and done < self.config.rollout.num_rollout
+        if due:
+            self._copy_for_save(done)
         metrics = self.recorder.flush(step)
         self.listener.rollout(step, metrics)
         for line in health_lines(metrics):
             self.listener.note(line)
-        interval = self.config.save_interval
-        done = step + 1
-        if interval and done % interval == 0 and done < self.config.rollout.num_rollout:
-            self.save(done, wait=False)
+        if due:  # after the record: a checkpoint must not be ahead of it, whoever dies in between
+            self._write_save(done)
 
     def evaluate(self, adapter: AdapterRef) -> dict[str, float]:
         """``eval/...`` scalars of ``adapter`` on the evaluation prompts."""

@@ -138,6 +138,7 @@ class TrainWorker:
             config.rollout.num_rollout * config.algorithm.updates_per_rollout,
         )
         self._saver = ThreadPoolExecutor(1)
+        self._copied: tuple[Path, Mapping[str, LocalTensor], Mapping[str, Any]] | None = None
         self._saving: Future[dict[str, float]] | None = None
         self._save_group = dist.new_group(backend="gloo")
         self._updater = Updater(config, stage, self.adapters, self.optimizer, context)
@@ -201,10 +202,11 @@ class TrainWorker:
     def save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write adapter masters, Adam moments, step, generators, and the driver's ``extra``."""
         self.begin_save(folder, extra)
+        self.write_save()
         self.finish_save()
 
     def begin_save(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """As ``save``, in a thread, from a copy on the host made before this returns."""
+        """Copy to the host what a checkpoint made now holds; ``write_save`` writes it."""
         self.finish_save()
         local = {
             key: LocalTensor(_host_copy(value), self.adapters.tp_axis(_parameter_key(key)))
@@ -217,7 +219,13 @@ class TrainWorker:
             "torch_rng": torch.get_rng_state().tolist(),
             "selection": self.selection.hash,
         }
-        self._saving = self._saver.submit(self._write, folder, local, state)
+        self._copied = (folder, local, state)
+
+    def write_save(self) -> None:
+        """Write what ``begin_save`` copied, in a thread; nothing when there is nothing."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            self._saving = self._saver.submit(self._write, *copied)
 
     def _write(
         self, folder: Path, local: Mapping[str, LocalTensor], state: Mapping[str, Any]
@@ -230,7 +238,7 @@ class TrainWorker:
         }
 
     def finish_save(self) -> Mapping[str, float]:
-        """Wait for ``begin_save``; its seconds and this rank's bytes.
+        """Wait for ``write_save``; its seconds and this rank's bytes.
 
         Raises:
             CheckpointError: It could not be written.

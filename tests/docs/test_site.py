@@ -68,7 +68,7 @@ def test_every_metric_that_a_page_names_is_written(tiny_root, tmp_path):
     arguments = ["train", "--model-name", "tiny", "--launcher", "inline", "--num-rollout", "1"]
     assert main([*arguments, "--run-dir", str(run), *folders(tiny_root)]) == 0
     written = set(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]))
-    written |= {"time/save", "time/eval"}  # of rollouts after which one was due
+    written |= {"time/save", "time/save_wait", "time/eval"}  # of rollouts after which one was due
     for page in PAGES:
         pattern = r"\b(?:rollout|train|sync|time)/[a-z_]+\b(?![/.*])"
         named = set(re.findall(rf"[`\"]({pattern})", page.read_text()))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm_lora.cli import main
+from glm_lora.report.run_folder import read_metrics
 from tests.flow.test_train_tiny import adapter, metric, train
 from tests.prepared import folders
 
@@ -114,3 +115,13 @@ def test_the_packaged_word_problems_run_without_a_download(tiny_root, tmp_path: 
     arguments += ["--run-dir", str(tmp_path / "run"), "--prompt-data", "word-problems"]
     arguments += ["--reward", "math", "--num-rollout", "1", "--rollout-batch-size", "2"]
     assert main(arguments) in (0, 2)
+
+
+def test_the_time_of_a_save_counts_for_the_rollout_that_saved(tiny_root, tmp_path):
+    run = tmp_path / "run"
+    assert train(tiny_root, run, "--num-rollout", "5", "--save-interval", "2") == 0
+    records = read_metrics(run / "metrics.jsonl")
+    assert ["time/save" in record for record in records] == [False, True, False, True, False]
+    # What was written beside the training is known one rollout later.
+    assert ["save/bytes" in record for record in records] == [False, False, True, False, True]
+    assert ["time/save_wait" in r for r in records] == ["save/bytes" in r for r in records]

@@ -86,6 +86,7 @@ def test_what_changes_during_a_save_is_not_in_it(worker_of, tmp_path):
     worker.begin_save(folder)
     for parameter in worker.adapters.parameters().values():
         parameter.data.add_(1.0)
+    worker.write_save()
     metrics = worker.finish_save()
     assert metrics["save/bytes"] == 41056 * 4 * 3
     worker.load(folder)
