@@ -60,7 +60,8 @@ def server_urls(texts: Sequence[str]) -> list[str]:
             url = httpx.URL(text.strip())
         except (httpx.InvalidURL, ValueError) as error:
             raise ConfigError(f"{text!r} is no server's URL ({error})", expected) from error
-        if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
+        odd = url.query or url.fragment or not 0 < (url.port or 80) < 65536
+        if url.scheme not in ("http", "https") or not url.host or odd:
             raise ConfigError(f"{text!r} is no server's URL", expected)
         if url.userinfo:
             raise ConfigError(

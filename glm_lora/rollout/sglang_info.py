@@ -90,8 +90,10 @@ async def read_info(client: SglangClient) -> ServerInfo:
             raise RolloutError(
                 f"SGLang at {client.url} serves no adapters", "a server with --enable-lora"
             )
-        names: list[str] = sorted(merged.get("lora_target_modules") or ())
-        dtype = str(merged["dtype"]).replace("auto", "bfloat16")
+        targets = merged.get("lora_target_modules") or ()
+        names = [targets] if isinstance(targets, str) else sorted(targets)
+        dtype = str(merged["dtype"]).removeprefix("torch.").replace("auto", "bfloat16")
+        plugin = states[0].get(REPORT_KEY)
         if dtype not in LOGPROB_LIMITS:
             raise RolloutError(
                 f"SGLang at {client.url} computes in {dtype}",
@@ -109,7 +111,7 @@ async def read_info(client: SglangClient) -> ServerInfo:
             memory_saver=bool(merged.get("enable_memory_saver")),
             cpu_backup=bool(merged.get("enable_weights_cpu_backup")),
             routed_experts=bool(merged.get("enable_return_routed_experts")),
-            plugin=states[0].get(REPORT_KEY) or {},
+            plugin=plugin if isinstance(plugin, dict) else {},
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RolloutError(

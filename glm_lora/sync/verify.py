@@ -215,7 +215,7 @@ def check_probe(
             f"trainer and engine differ by {mean:.4g} (largest {largest:.4g}) in the "
             "log-probabilities of the probe prompt under the new adapter",
             f"at most {limit:.4g}",
-            _hint(trainer, engine, engine_base),
+            _hint(state, trainer, engine, engine_base),
         )
     if any_nonzero_b(state) and np.array_equal(engine, engine_base):
         raise SyncError(
@@ -233,9 +233,16 @@ def any_nonzero_b(state: AdapterState) -> bool:
     return any(bool(state.tensors[name].any()) for name in names)
 
 
-def _hint(trainer: np.ndarray, engine: np.ndarray, engine_base: np.ndarray) -> str:
+def _hint(
+    state: AdapterState, trainer: np.ndarray, engine: np.ndarray, engine_base: np.ndarray
+) -> str:
+    applied, wanted = np.abs(engine - engine_base).mean(), np.abs(trainer - engine_base).mean()
+    if not any_nonzero_b(state):
+        if applied < wanted:
+            return "The adapter is zero, so the bases differ: serve the checkpoint that is trained"
+        return "The adapter is zero, yet the engine's answer is not its base's: it serves another"
     if np.array_equal(engine, engine_base):
         return "The engine answers exactly as its base: it does not apply the adapter"
-    if np.abs(engine - engine_base).mean() < 0.1 * np.abs(trainer - engine_base).mean():
+    if applied < 0.1 * wanted:
         return "The engine is close to its base: it applies only a part of the adapter"
     return "Compare the base first (an adapter with B = 0): see docs/when-it-breaks.md"

@@ -2,8 +2,8 @@
 
 Its log-probabilities are a fixed function of the tokens and of the adapter's digest, which a test
 computes for itself as "the trainer". ``test_sglang_replies.py`` compares the shape of its replies
-with those recorded from a real server; of the streamed interface (``fake_stream.py``) there is no
-recording.
+with those recorded from a real server; of the streamed interface (``fake_stream.py``) only the
+sessions could be recorded.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class FakeSglang:
         self.spec, self.rank, self.tp, self.api, self.base = spec, rank, tp, api, base
         self.stream = FakeStream(self, staged=staged, max_loaded=max_loaded)
         self.base_touched = False
+        self.key = ""
+        """Its API key; requests without it are refused as the real server does."""
+        self.refused: list[str] = []
         self.faults: set[str] = set()
         self.adapters: dict[str, tuple[str, int]] = {}
         self.version = "default"
@@ -101,10 +104,9 @@ class FakeSglang:
             "enable_memory_saver": False,
             "enable_weights_cpu_backup": False,
             "enable_return_routed_experts": False,
+            "max_loaded_loras": self.stream.max_loaded,
             **self.flags,
         }
-        if self.stream.max_loaded is not None:
-            common["max_loaded_loras"] = self.stream.max_loaded
         state = common if self.api == "streamed" else {**common, "glm_lora_plugin": report}
         return {"version": "0.5.23", **common, "internal_states": [state]}
 
@@ -254,6 +256,13 @@ class FakeSglang:
             },
         }
 
+    def admits(self, method: str, path: str, authorization: str | None) -> bool:
+        open_to_all = not self.key or method == "OPTIONS" or path.startswith("/health")
+        if open_to_all or authorization == f"Bearer {self.key}":
+            return True
+        self.refused.append(path)
+        return False
+
     def respond(self, method: str, path: str, body: dict) -> tuple[int, Any]:
         if method == "OPTIONS":
             return (405 if path in self.routes() else 404), {"detail": "Method Not Allowed"}
@@ -306,7 +315,9 @@ def running(fake: FakeSglang):
                 self.close_connection = True
                 self.connection.close()
                 return
-            status, reply = fake.respond(self.command, self.path, body)
+            status, reply = 401, {"error": "Unauthorized"}
+            if fake.admits(self.command, self.path, self.headers.get("Authorization")):
+                status, reply = fake.respond(self.command, self.path, body)
             data = b"" if reply is None else json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm_lora.rollout.sglang_payload import request_with_bytes, serving_config
+from glm_lora.rollout.sglang_payload import request_with_bytes, serving_config, stream_request
 from tests.rollout.sglang_support import llama_selection
 from tests.tiny_checkpoint import random_state
 
@@ -81,6 +81,14 @@ def main(url: str) -> dict:
     replies["generate_two"] = call(url, "/generate", {**two, "lora_path": ["recorded"] * 2})
     replies["unload"] = call(url, "/unload_lora_adapter", {"lora_name": "recorded"})
     replies["unload_unknown"] = call(url, "/unload_lora_adapter", {"lora_name": "nobody"})
+    # A weight-update session as the streamed interface uses it. This server has sessions, but no
+    # registration: it ignores the fields it does not know and the tensors of no parameter of its.
+    stream = stream_request("recorded", state.tensors)
+    replies["session_none"] = call(url, "/end_weight_update", {})
+    replies["session_begin"] = call(url, "/begin_weight_update", {"sync_base": False})
+    replies["session_again"] = call(url, "/begin_weight_update", {"sync_base": False})
+    replies["session_stream"] = call(url, stream.path, body_of(stream))
+    replies["session_end"] = call(url, "/end_weight_update", {"abort": True})
     return replies
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
@@ -12,7 +13,9 @@ from glm_lora.errors import RolloutError, SyncError
 from glm_lora.protocols import BASE, AdapterRef, Finish, Request, SamplingParams
 from glm_lora.rollout import sglang_server
 from glm_lora.rollout.sglang import SglangEngine
+from glm_lora.rollout.sglang_adapters import REGISTER_ROUTE, ROUTES, StreamedApi
 from glm_lora.rollout.sglang_client import SglangClient
+from glm_lora.rollout.sglang_info import read_routes
 from glm_lora.rollout.sglang_payload import request_with_bytes, serving_config
 from glm_lora.rollout.sglang_server import SglangServer
 from glm_lora.sync.push import check_base, push_and_verify, record_probe
@@ -131,6 +134,34 @@ def test_capabilities_are_read(engine):
     assert "gate_proj" in capabilities.target_leaves
     assert engine.info.plugin["version"], "the plugin reports from inside the scheduler"
     assert not engine.info.verifies, "but it does not concern itself with a llama"
+
+
+async def with_client(server, work):
+    client = SglangClient(server.url)
+    try:
+        return await work(client)
+    finally:
+        await client.close()
+
+
+def test_routes_are_found_in_the_description_and_by_asking(server, engine):
+    async def both(client):
+        described = await read_routes(client, ROUTES)
+        return described, {path for path in ROUTES if await client.takes_post(path)}
+
+    described, asked = asyncio.run(with_client(server, both))
+    assert described == asked == ROUTES - {REGISTER_ROUTE}
+    assert engine.capabilities().api == "load_lora_adapter_from_tensors"
+
+
+def test_sessions_that_ignore_checksums_are_not_enough_to_stream(server, engine):
+    """This SGLang has sessions and drops the fields it does not know: just what must be noticed."""
+    before = engine.score([TOKENS], BASE)[0]
+    with pytest.raises(RolloutError, match="accepts the checksums of an adapter that was never"):
+        asyncio.run(with_client(server, StreamedApi(1, "llama").check))
+    with pytest.raises(SyncError, match="no weight-update session is open"):
+        asyncio.run(with_client(server, lambda client: client.command("/end_weight_update", {})))
+    assert np.array_equal(engine.score([TOKENS], BASE)[0], before)
 
 
 def test_the_server_itself_refuses_what_we_must_not_send(engine):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from glm_lora.arch.spec import TINY
-from glm_lora.rollout.sglang_payload import serving_config
+from glm_lora.rollout.sglang_adapters import BEGIN_ROUTE, END_ROUTE
+from glm_lora.rollout.sglang_payload import STREAM_ROUTE, serving_config
 from tests.rollout.fake_sglang import FakeSglang
 from tests.tiny_checkpoint import random_state, tiny_selection
 
@@ -44,9 +45,12 @@ def assert_alike(fake, real, path="reply"):
 
 @pytest.fixture(scope="module")
 def replies():
-    fake = FakeSglang(TINY)
+    fake = FakeSglang(TINY, api="both")
     state = random_state(tiny_selection())
     payload = base64.b64encode(pickle.dumps(dict(state.tensors))).decode()
+    pairs = base64.b64encode(
+        pickle.dumps([(f"recorded:{k}", t) for k, t in state.tensors.items()])
+    ).decode()
     load = {
         "lora_name": "recorded",
         "config_dict": serving_config(state.selection, "x"),
@@ -67,6 +71,11 @@ def replies():
         "generate_two": ("/generate", {**two, "lora_path": ["recorded"] * 2}),
         "unload": ("/unload_lora_adapter", {"lora_name": "recorded"}),
         "unload_unknown": ("/unload_lora_adapter", {"lora_name": "nobody"}),
+        "session_none": (END_ROUTE, {}),
+        "session_begin": (BEGIN_ROUTE, {"sync_base": False}),
+        "session_again": (BEGIN_ROUTE, {"sync_base": False}),
+        "session_stream": (STREAM_ROUTE, {"serialized_named_tensors": [pairs]}),
+        "session_end": (END_ROUTE, {"abort": True}),
     }
     return {name: fake.respond("POST", *call) for name, call in calls.items()}
 
@@ -90,4 +99,7 @@ def test_recorded_refusals_say_success_false():
     for name in ("load_again", "load_rank", "unload_unknown"):
         assert REAL[name][1]["success"] is False
         assert REAL[name][1]["error_message"]
+    for name in ("session_none", "session_again"):
+        assert REAL[name][1]["success"] is False
+        assert REAL[name][1]["message"]
     assert REAL["load"][1]["success"] is True
