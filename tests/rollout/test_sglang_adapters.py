@@ -145,16 +145,25 @@ def test_streamed_bytes_are_exact(dtype):
         assert all(torch.equal(t, state.tensors[n.split(":", 1)[1]]) for n, t in pairs)
 
 
+@pytest.mark.parametrize(
+    ("fault", "message", "aborted"),
+    [
+        ("stream breaks", "500", 1),
+        ("accepts nothing", "expected manifest", 0),
+        ("drops one tensor", "expected manifest", 0),
+        ("success false with 200", "rank 1 failed", 0),
+    ],
+)
 @pytest.mark.parametrize("staged", [True, False])
-def test_a_name_is_not_used_before_its_session_has_ended_well(state, staged):
+def test_a_session_that_failed_leaves_nothing_behind(state, staged, fault, message, aborted):
     old = random_state(tiny_selection(), version=0, seed=8)
     fake = FakeSglang(TINY, api="streamed", staged=staged)
     with engine_over(fake) as engine:
         sync(engine, old)
-        fake.faults.add("stream breaks")
-        with pytest.raises(SyncError, match="500"):
+        fake.faults.add(fault)
+        with pytest.raises(SyncError, match=message):
             engine.push(state)
-        assert fake.stream.aborted == 1
+        assert fake.stream.aborted == aborted
         assert fake.stream.session is None
         assert list(fake.adapters) == fake.loaded_ever[:1]
         fake.faults.clear()
