@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glm_lora.config import TrainConfig
 from glm_lora.errors import ConfigError
 from glm_lora.protocols import RolloutEngine
+from glm_lora.rollout.engine_key import check_key, read_key
 from glm_lora.settings import spec_of
 from glm_lora.targets.selection import Selection
 
@@ -50,8 +50,11 @@ def check_engine(config: TrainConfig) -> None:
     """Check, before anything starts, that the engine's options fit together.
 
     Raises:
-        ConfigError: No way to a server is given, or options exclude each other.
+        ConfigError: No way to a server is given, a URL is not one, servers elsewhere have no key,
+            or options exclude each other.
     """
+    from glm_lora.rollout.sglang_client import server_urls
+
     sglang = config.sglang
     if config.rollout.rollout_engine != "sglang":
         if sglang.sglang_colocated:
@@ -64,7 +67,8 @@ def check_engine(config: TrainConfig) -> None:
             "--rollout-engine-urls with running servers",
             "Build the environment with: make sglang-env",
         )
-    _api_key(sglang.rollout_engine_key_file)
+    urls = server_urls(sglang.rollout_engine_urls)
+    check_key(urls, sglang.rollout_engine_key_file)
     if sglang.sglang_colocated and sglang.rollout_num_gpus:
         raise ConfigError(
             f"--sglang-colocated with --rollout-num-gpus {sglang.rollout_num_gpus}",
@@ -106,24 +110,10 @@ def _sglang(
     spec = spec_of(config.model_name, config.hf_checkpoint)
     base = str(config.hf_checkpoint)
     if options.rollout_engine_urls:
-        key = _api_key(options.rollout_engine_key_file)
+        key = read_key(options.rollout_engine_key_file)
         return attach_engine(options.rollout_engine_urls, spec, base_model=base, api_key=key)
     servers = servers or [
         server_options(config, selection, number)
         for number in range(max(1, options.rollout_num_engines))
     ]
     return start_engine(servers, spec, base_model=base)
-
-
-def _api_key(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--rollout-engine-key-file {path} cannot be read: {error}", "a text file"
-        ) from error
-    if not key:
-        raise ConfigError(f"--rollout-engine-key-file {path} is empty", "a file with the key")
-    return key

@@ -89,7 +89,7 @@ class SglangClient:
     request_limit: float = 1800.0
     control_limit: float = 120.0
     concurrency: int = 64
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     _http: httpx.AsyncClient | None = field(default=None, repr=False)
     _slots: asyncio.Semaphore | None = field(default=None, repr=False)
 
@@ -190,7 +190,8 @@ class SglangClient:
     def _decoded(self, path: str, response: httpx.Response) -> Any:
         if response.status_code != 200:
             raise RolloutError(
-                f"{self.url}{path} answered {response.status_code}: {response.text[:500]}"
+                f"{self.url}{path} answered {response.status_code}: {response.text[:500]}",
+                next_step=_ABOUT_KEYS if response.status_code in (401, 403) else "",
             )
         if not response.content:
             return None
@@ -263,6 +264,10 @@ class SglangClient:
 
 
 _JSON = {"Content-Type": "application/json"}
+_ABOUT_KEYS = (
+    "The server asks for its API key: name a file with it (--rollout-engine-key-file), without the "
+    "admin key, which protects other calls"
+)
 
 
 async def _stream(chunks: Sequence[bytes]) -> AsyncIterator[bytes]:

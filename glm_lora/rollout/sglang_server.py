@@ -99,6 +99,8 @@ _OURS = frozenset(
         "lora-target-modules",
     }
 )
+_SECRETS = {"api-key": "api", "admin-api-key": "adm", "ssl-keyfile-password": "ssl-keyfile-"}
+"""Flags whose value others must not read, and how much of them SGLang takes for the whole."""
 PREFIX = "--sglang-"
 
 
@@ -117,6 +119,15 @@ def passed_flags(arguments: Sequence[str]) -> tuple[str, ...]:
         if not name.startswith(PREFIX) or name == PREFIX:
             raise ConfigError(f"{argument!r} is no flag for SGLang", f"{PREFIX}NAME")
         name = name.removeprefix(PREFIX)
+        if any(
+            name.startswith(short) and flag.startswith(name) for flag, short in _SECRETS.items()
+        ):
+            raise ConfigError(
+                f"{PREFIX}{name} would show a secret to everyone on the machine and keep it in the "
+                "run folder",
+                "a server that is started here, which listens on the loopback interface alone",
+                "For servers elsewhere see --rollout-engine-urls and --rollout-engine-key-file",
+            )
         if name in _OURS:
             raise ConfigError(
                 f"{PREFIX}{name} cannot be set", "a flag that does not follow from other options"
