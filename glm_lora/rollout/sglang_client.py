@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -301,10 +302,18 @@ def _completion(answer: Any, url: str, want_prompt: bool) -> Completion:
             weight_version=str(meta.get("weight_version", "")),
             routed_experts=meta.get("routed_experts"),
         )
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise RolloutError(
             f"{url} sent an answer without {error!r}: {str(answer)[:300]}"
         ) from error
+    bad = sum(not math.isfinite(value) for value in completion.logprobs)
+    if bad:
+        raise RolloutError(
+            f"{url} sampled with {bad} of {len(completion.logprobs)} log-probabilities that are "
+            "not finite",
+            "finite numbers",
+            "The server's weights or its adapter are damaged; see its log",
+        )
     if completion.finish == "abort":
         logger.warning("%s aborted a request: %s", url, finish.get("message", ""))
     return completion

@@ -9,7 +9,7 @@ import pytest
 
 from glm_lora.arch.spec import TINY
 from glm_lora.errors import ConfigError, RolloutError, SyncError
-from glm_lora.protocols import AdapterRef, Capabilities
+from glm_lora.protocols import AdapterRef, Capabilities, Request, SamplingParams
 from glm_lora.rollout import sglang_client
 from glm_lora.rollout.agreement import check_agreement
 from glm_lora.rollout.sglang import SglangEngine, attach_engine
@@ -218,6 +218,48 @@ def test_nothing_is_pushed_into_released_memory():
         engine.resume()
         engine.push(random_state(tiny_selection()))
         engine.close()
+
+
+class Mangled(FakeSglang):
+    """Changes its answers to requests."""
+
+    mangle = staticmethod(lambda reply: None)
+
+    def generate(self, body):
+        status, reply = super().generate(body)
+        for answer in reply if isinstance(reply, list) else [reply]:
+            self.mangle(answer)
+        return status, reply
+
+
+def put(key, value):
+    def change(reply):
+        reply["meta_info"][key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("mangle", "message"),
+    [
+        (lambda reply: reply.pop("meta_info"), "sent an answer without KeyError"),
+        (put("output_token_logprobs", None), "sent an answer without TypeError"),
+        (put("output_token_logprobs", [[None, 3, None]]), "sent an answer without TypeError"),
+        (put("output_token_logprobs", [[-1.0, float("inf"), None]]), "OverflowError"),
+        (put("output_token_logprobs", [[float("nan"), 3, None]]), "1 of 1 .* not finite"),
+        (put("output_token_logprobs", [[-1.0, 3], [-float("inf"), 4]]), "1 of 2 .* not finite"),
+        (put("finish_reason", None), "sent an answer without TypeError"),
+        (put("finish_reason", "stop"), "sent an answer without TypeError"),
+    ],
+)
+def test_answers_that_are_none_make_no_sample(attach, mangle, message):
+    fake = Mangled(TINY)
+    engine = attach(fake)
+    state = random_state(tiny_selection())
+    engine.push(state)
+    fake.mangle = mangle
+    with pytest.raises(RolloutError, match=message):
+        engine.generate([Request(TOKENS, SamplingParams(4))], state.ref())
 
 
 def test_agreement_compares_everyone_with_the_first():
