@@ -242,7 +242,8 @@ def ray_runtime(config: TrainConfig) -> Iterator[Placement]:
     """Ray, started here or joined, and who will sit where on it.
 
     Raises:
-        ConfigError: No cluster answers, or it cannot hold the shape.
+        ConfigError: No cluster answers, it cannot hold the shape, or its machines do not run the
+            software of this one.
     """
     if not config.ray_address:
         placement = check_local(config)
@@ -255,6 +256,8 @@ def ray_runtime(config: TrainConfig) -> Iterator[Placement]:
         there = config.device == "auto" and any(host.gpus for host in hosts())
         placement = place(config, gpus=there or config.device == "cuda")
         check_fit(placement, hosts())
+        # Asks every machine for its software, before a run folder is made.
+        _Group(placement).close()
         yield placement
 
 

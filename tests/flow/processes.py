@@ -29,6 +29,7 @@ class Run:
         *options: str,
         launcher: str = "ray",
         log: Path | None = None,
+        cwd: Path | None = None,
     ) -> None:
         self.dir = run_dir
         self.log = log or run_dir.with_suffix(".log")
@@ -39,6 +40,7 @@ class Run:
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
+                cwd=cwd,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
             )
         self.root = psutil.Process(self.process.pid)
