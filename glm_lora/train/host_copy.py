@@ -333,17 +333,17 @@ def _fullest(held: Sequence[Held], outcomes: Sequence[_Outcome]) -> tuple[int, i
 def _summary(held: Sequence[Held], outcomes: Sequence[_Outcome]) -> str:
     machines = len({own.machine for own in held})
     now, unshared = _fullest(held, outcomes)
-    text = f"host copy of the base: {_gib(now)} on a machine"
-    text += f" ({_gib(unshared)} with a copy for each rank; {len(held)} rank(s), "
+    text = f"host copy of the base: {_amount(now)} on a machine"
+    text += f" ({_amount(unshared)} with a copy for each rank; {len(held)} rank(s), "
     text += f"{machines} machine(s))"
     for rank, outcome in enumerate(outcomes):
         if outcome.private:
             reasons = "; ".join(outcome.reasons) or "its writer could not share it"
-            text += f"; rank {rank} keeps {_gib(outcome.private)} of its own: {reasons}"
+            text += f"; rank {rank} keeps {_amount(outcome.private)} of its own: {reasons}"
         if outcome.unpinned:
             text += f"; rank {rank} copies unpinned, more slowly: {outcome.unpinned}"
     return text
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def _amount(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"

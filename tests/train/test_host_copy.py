@@ -59,7 +59,8 @@ def test_data_parallel_ranks_share_all_of_the_base(tiny_root, tmp_path, target):
     assert counted["Rss"] >= first["held"] / 1024 and counted["Pss"] <= 0.51 * counted["Rss"]
     written = [r["metrics"]["offload/bytes_to_host"] for r in (first, second)]
     assert written[0] - written[1] == first["metrics"]["memory/base_host_bytes"], "one writes it"
-    assert "2 rank(s), 1 machine(s)" in first["summary"]
+    line = "1.03 MiB on a machine (2.06 MiB with a copy for each rank; 2 rank(s), 1 machine(s))"
+    assert line in first["summary"]
     assert "unpinned" not in first["summary"], "on GPUs this is where pinning is tested"
 
 
