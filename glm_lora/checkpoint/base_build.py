@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from glm_lora import __version__
 from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.checkpoint import base_writer, ranks
@@ -227,7 +228,7 @@ def _finish(plan: BasePlan) -> None:
         tuple(records),
         {s["file"]: s["size"] for s in complete},
         plan.description,
-        {name: version(name) for name in ("glm-lora", "torch")},
+        {"glm-lora": __version__, "torch": version("torch")},
     )
     write_atomic(plan.partial / MANIFEST, manifest.to_json())
     tracker = plan.ref_load / TRACKER

@@ -217,6 +217,10 @@ class SglangServer:
     def wait(self, limit: float = START_LIMIT) -> float:
         """Wait until the server is healthy; logs a line of progress now and then.
 
+        Its ``/health`` may say so while the first kernels still compile for minutes, because any
+        sign of life counts there. ``/server_info`` asks every scheduler, so its answer is waited
+        for too.
+
         Returns:
             Seconds since the start.
 
@@ -232,8 +236,8 @@ class SglangServer:
                     + self.tail(),
                     next_step=f"The whole log is {self.log}",
                 )
-            if _answers(f"{self.url}/health"):
-                return elapsed
+            if all(_answers(self.url + path) for path in ("/health", "/server_info")):
+                return time.monotonic() - self._started
             if elapsed > limit:
                 self.stop()
                 raise RolloutError(

@@ -3,12 +3,16 @@
 import json
 import shutil
 from collections.abc import Callable
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from glm_lora import __version__
 from glm_lora.arch.spec import TINY
+from glm_lora.checkpoint import base_build
 from glm_lora.checkpoint.base_build import build_base, plan_base
 from glm_lora.checkpoint.manifest import MANIFEST, check_base, read_manifest
 from glm_lora.checkpoint.random_init import RandomSource
@@ -71,3 +75,19 @@ def test_missing(base: Path) -> None:
     (base / RELEASE / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json does not exist"):
         check_base(base, TINY)
+
+
+def test_a_base_is_built_from_a_source_tree_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package's own version comes from itself: where it is not installed there is no other."""
+
+    def version(name: str) -> str:
+        if name == "glm-lora":
+            raise PackageNotFoundError(name)
+        return metadata.version(name)
+
+    monkeypatch.setattr(base_build, "version", version)
+    source = RandomSource(0)
+    manifest = build_base(plan_base(tmp_path / "base", TINY, source, source.describe()))
+    assert manifest.made_with["glm-lora"] == __version__

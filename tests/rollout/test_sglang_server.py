@@ -31,9 +31,14 @@ SERVER = """
         sys.exit("CUDA out of memory")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print("child", child.pid, flush=True)
+    asked = []
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(503 if mode == "sick" else 200)
+            asked.append(self.path)
+            print("asked", self.path, flush=True)
+            busy = mode == "compiles" and asked.count("/server_info") < 3
+            sick = mode == "sick" or busy and self.path == "/server_info"
+            self.send_response(503 if sick else 200)
             self.end_headers()
         def log_message(self, *args):
             pass
@@ -151,6 +156,15 @@ def test_a_server_that_never_gets_healthy_is_stopped(options):
     with pytest.raises(RolloutError, match=r"not healthy after (?s:.*)loading weights"):
         server.wait(limit=2.0)
     assert not server.alive()
+
+
+def test_a_server_that_is_alive_but_compiles_is_not_healthy(options):
+    """Seen on a GPU: /health said 200 after a second, the schedulers answered two minutes later."""
+    (server,) = start_servers([replace(options, env={"MODE": "compiles"})])
+    try:
+        assert server.tail().count("asked /server_info") == 3
+    finally:
+        server.stop()
 
 
 def test_one_failure_stops_all(options):
