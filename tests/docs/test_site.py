@@ -22,7 +22,8 @@ ELSEWHERE = {
     # of SGLang's server and other programs that the pages call
     "--enable-lora", "--lora-paths", "--lora-backend", "--moe-runner-backend", "--model-path",
     "--disable-shared-experts-fusion", "--lora-target-modules", "--peer", "--no-deps",
-    "--sglang-NAME", "--traceback", "--help",
+    "--sglang-NAME", "--sglang-api-key", "--api-key", "--config", "--host",
+    "--traceback", "--help",
 }  # fmt: skip
 
 
