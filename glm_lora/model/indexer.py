@@ -16,6 +16,7 @@ from glm_lora.arch.spec import ModelSpec
 from glm_lora.model.batch import ModelBatch
 from glm_lora.model.collectives import all_gather
 from glm_lora.model.fast import takes
+from glm_lora.model.kept import kept
 from glm_lora.model.parallel import ParallelContext
 
 ROWS_PER_BLOCK = 1024
@@ -112,11 +113,15 @@ class Indexer(nn.Module):
         device, length = query.device, block.stop
         pools = length // self.pool
         position = torch.arange(block.start, block.stop, device=device)[:, None]
-        score = self._scores(query, weights, pool_keys[:, :pools], block.start)
-        complete = torch.arange(pools, device=device) * self.pool + self.pool - 1 <= position
-        score = score.masked_fill(~complete, torch.finfo(score.dtype).min)
-        best = score.topk(min(self.pools_kept, pools), dim=-1, sorted=False).indices
-        chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True) & complete
+
+        def choose() -> Tensor:
+            score = self._scores(query, weights, pool_keys[:, :pools], block.start)
+            complete = torch.arange(pools, device=device) * self.pool + self.pool - 1 <= position
+            score = score.masked_fill(~complete, torch.finfo(score.dtype).min)
+            best = score.topk(min(self.pools_kept, pools), dim=-1, sorted=False).indices
+            return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True) & complete
+
+        chosen = kept(choose)
         seen = F.pad(chosen.repeat_interleave(self.pool, dim=-1), (0, length - pools * self.pool))
         # The query's own incomplete pool is always visible.
         token = torch.arange(length, device=device)

@@ -212,9 +212,10 @@ def _kept(spec: ModelSpec, layer: int, tp: int, recompute: str, tokens: int) -> 
     """Values per token of the whole micro-batch that one layer keeps on a rank (estimate).
 
     A half that is run again keeps its input streams and the result of an attention with masks,
-    which only sequences of more than ``index_topk`` tokens have. Otherwise: the streams twice (read and
-    write), the block's input before and after its norm, whole after the gather, and the block's
-    intermediate values, which are cut over the tensor-parallel ranks.
+    which only sequences of more than ``index_topk`` tokens have (what their indexer chose is small
+    beside it). Otherwise: the streams twice (read and write), the block's input before and after
+    its norm, whole after the gather, and the block's intermediate values, which are cut over the
+    tensor-parallel ranks.
     """
     streams = spec.hc_mult * spec.hidden_size / tp
     masked = not spec.is_kda(layer) and tokens > spec.index_topk

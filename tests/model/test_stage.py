@@ -13,6 +13,7 @@ from glm_lora.arch.spec import FULL, TINY
 from glm_lora.errors import CheckpointError, ConfigError, ModelError
 from glm_lora.lora.attach import attach_adapters
 from glm_lora.model.batch import collate, distinct
+from glm_lora.model.indexer import Indexer
 from glm_lora.model.parallel import ParallelContext
 from glm_lora.model.schedule import run_microbatches
 from glm_lora.model.stage import build_stage
@@ -117,21 +118,24 @@ def test_recomputation_changes_no_bit(recompute):
 
 
 @pytest.mark.parametrize("recompute", ["full", "attention", "none"])
-def test_masked_attention_is_computed_once_and_recomputation_changes_no_bit(recompute):
+def test_masked_attention_is_computed_once_and_recomputation_changes_no_bit(recompute, monkeypatch):
     """The backward pass takes the result of the first pass; with another result it would differ."""
     spec = ALL["short_index"]
     batch = collate(random_sequences([21, 30], spec.vocab_size))
+    scores, scored = Indexer._scores, []
+    monkeypatch.setattr(Indexer, "_scores", lambda *args: scored.append(1) or scores(*args))
     kept, grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, []
     for mode in ("none", recompute):
         stage = tiny_stage(spec, recompute=mode)
         adapters = attach_adapters(stage, everything(spec), seed=0)
         adapters.load_full(random_factors(adapters.selection))
+        scored.clear()
         with Calls(kept) as calls:
             run_microbatches(stage, [batch, batch], lambda i, lp, entropy: lp.sum())
         grads.append({k: p.grad for k, p in adapters.parameters().items()})
     # Two layers, two batches; the first queries are causal, the others one block with masks.
     again = {"none": 0, "full": 4, "attention": 4}[recompute]
-    assert calls.masked == 4
+    assert calls.masked == len(scored) == 4
     assert calls.causal == 4 + again
     for key, expected in grads[0].items():
         assert torch.equal(grads[1][key], expected), key
