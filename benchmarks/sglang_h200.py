@@ -199,7 +199,7 @@ class Check:
             python=sys.executable,
             work_dir=work,
             tensor_parallel=self.args.tp,
-            mem_fraction=0.3,
+            mem_fraction=self.args.mem_fraction,
             lora_backend=backend,
             memory_saver=saver,
             passed=tuple(FLAGS),
@@ -430,6 +430,7 @@ def main() -> int:
     parser.add_argument("--syncs", type=int, default=50)
     parser.add_argument("--backends", default="triton,csgmv,release")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the server")
+    parser.add_argument("--mem-fraction", type=float, default=0.3, help="of a GPU, others included")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger("httpx").setLevel(logging.WARNING)

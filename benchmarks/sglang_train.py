@@ -91,12 +91,13 @@ def interpreter(work: Path, site: Path | None) -> str:
     return str(script)
 
 
-def server_options(work: Path, site: Path | None, tp: int) -> list[str]:
+def server_options(work: Path, site: Path | None, tp: int, mem_fraction: float) -> list[str]:
     """Options of the SGLang run, with the flags of ``sglang_h200.py``."""
     from benchmarks.sglang_h200 import FLAGS
 
     options = ["--rollout-engine", "sglang", "--sglang-python", interpreter(work, site)]
-    options += ["--rollout-num-gpus-per-engine", str(tp), "--sglang-mem-fraction", "0.4"]
+    options += ["--rollout-num-gpus-per-engine", str(tp)]
+    options += ["--sglang-mem-fraction", str(mem_fraction)]
     for flag in FLAGS:
         options.append(f"--sglang-{flag[2:]}" if flag.startswith("--") else flag)
     return options
@@ -125,9 +126,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="a new folder")
     parser.add_argument("--site", type=Path, help="folder with SGLang's packages")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the server")
+    parser.add_argument("--mem-fraction", type=float, default=0.4, help="of a GPU, others included")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--pretrain-lr", type=float, default=3e-4)
-    parser.add_argument("--lr", default="3e-4,1e-4", help="rates; the first that learns is used")
+    parser.add_argument("--lr", default="4e-4,2e-4", help="rates; the first that learns is used")
     parser.add_argument("--rollouts", default="20")
     parser.add_argument("--engines", default="embedded,sglang")
     parser.add_argument("--dtype", default="bfloat16")
@@ -142,7 +144,7 @@ def main() -> None:
     for engine in args.engines.split(","):
         extra = ["--rollout-engine", "embedded"]
         if engine == "sglang":
-            extra = server_options(args.work, args.site, args.tp)
+            extra = server_options(args.work, args.site, args.tp, args.mem_fraction)
         prefix = "" if engine == "sglang" else "embedded_"
         for rate in list(rates):
             start = time.monotonic()

@@ -133,7 +133,7 @@ class SparseAttention(nn.Module):
                 inputs = (F.pad(x, (0, 0) * (x.dim() - 2) + (0, more)) for x in inputs)
             q_row, kv_row, *index_row = inputs
             rows.append(self._masked(q_row, kv_row, *index_row)[:, :length])
-        return torch.cat(rows)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _masked(self, q: Tensor, kv: Tensor, *index: Tensor) -> Tensor:
         """``_attend`` for more than ``limit`` tokens, a block of queries at a time."""

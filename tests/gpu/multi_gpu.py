@@ -195,7 +195,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--adapter-of", default="GLM-5.3-Flash", help="model of the adapter part")
     parser.add_argument("--samples", type=int, default=4, help="sequences per step of the slice")
     parser.add_argument("--length", type=int, default=512, help="tokens of each")
-    parser.add_argument("--only", default="", help="run the parts whose name starts so")
+    parser.add_argument(
+        "--only", default="", help="run the parts whose name starts with one of these (a,b)"
+    )
     return parser.parse_args()
 
 
@@ -222,7 +224,8 @@ def main() -> None:
     record = Record(options.json, dist.get_rank())
     record.data = synchronised(record.data)  # pyright: ignore[reportAttributeAccessIssue]
     record.data["environment"] = environment(device)
-    chosen = {n: p for n, p in parts(options, device).items() if n.startswith(options.only)}
+    wanted = tuple(options.only.split(","))
+    chosen = {n: p for n, p in parts(options, device).items() if n.startswith(wanted)}
     run_parts(options, record, chosen)
     if dist.get_rank() == 0:
         print(table(record.data), flush=True)
