@@ -121,9 +121,14 @@ def _write_error(folder: Path, error: OSError) -> CheckpointError:
 
 def free_bytes(folder: Path) -> int:
     """Free bytes on the disk that holds ``folder`` (or its nearest existing parent)."""
+    return shutil.disk_usage(existing(folder)).free
+
+
+def existing(folder: Path) -> Path:
+    """``folder``, or its nearest parent that exists."""
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder
 
 
 def check_empty(folder: Path) -> None:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from glm_lora.checkpoint.files import free_bytes
+from glm_lora.checkpoint.files import existing, free_bytes
 from glm_lora.doctor.finding import Finding, broken, missing, ok
 
 GIB = 2**30
@@ -97,10 +97,7 @@ def disks(folders: Mapping[str, Path]) -> Iterator[Finding]:
     for option, folder in folders.items():
         free = free_bytes(folder)
         detail = f"{free / GIB:.0f} GiB free in {folder}"
-        parent = folder
-        while not parent.exists():
-            parent = parent.parent
-        if not os.access(parent, os.W_OK):
+        if not os.access(existing(folder), os.W_OK):
             yield broken(option, f"{folder} cannot be written", f"{option} DIR")
         elif free < SMALL_DISK:
             why = f"{detail}: too little for GLM-5.3-Flash-4layer (enough for tiny)"

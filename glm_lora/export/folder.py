@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from glm_lora.checkpoint.files import existing
 from glm_lora.errors import ConfigError, ExportError
 
 
@@ -26,22 +27,20 @@ def check_output(output: Path, num_bytes: int = 0) -> None:
         raise ConfigError(f"--output {output} is a file", "a new or empty folder")
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"--output {output} is not empty", "a new or empty folder")
-    parent = _existing_parent(output)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output {output} cannot be made in {parent}", "a writable folder")
+    parent = existing(output.absolute().parent)
+    try:
+        # Tried, not asked for: permissions say nothing of file systems that take no files.
+        os.rmdir(tempfile.mkdtemp(prefix=f".{output.name}.", dir=parent))
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output} cannot be made in {parent} ({error.strerror})", "a writable folder"
+        ) from error
     free = shutil.disk_usage(parent).free
     if num_bytes > free:
         raise ConfigError(
             f"--output {output} needs {num_bytes:,} bytes, {free:,} are free",
             "enough space on the disk",
         )
-
-
-def _existing_parent(path: Path) -> Path:
-    parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    return parent
 
 
 @contextmanager

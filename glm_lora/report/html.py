@@ -47,8 +47,7 @@ def write_report(run: Path, output: Path | None = None, *, refresh: int = 0) -> 
         The file.
 
     Raises:
-        ConfigError: ``run`` is no run folder.
-        RunError: A file in it is not what a run writes.
+        ConfigError: ``run`` is no run folder, or a file in it is not what a run writes.
     """
     data = load_run(run)
     charts = charts_of(data)
@@ -75,8 +74,7 @@ def write_comparison(runs: Sequence[Path], output: Path) -> Path:
     """Write one page with the curves of several runs over each other.
 
     Raises:
-        ConfigError: One of them is no run folder.
-        RunError: A file of one is not what a run writes.
+        ConfigError: One of them is no run folder, or a file of one is not what a run writes.
     """
     data = [load_run(path, name) for path, name in zip(runs, _names(runs), strict=True)]
     charts = compared_charts(data)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from glm_lora.config import TrainConfig, from_toml
-from glm_lora.errors import ConfigError, RunError, UserError
+from glm_lora.errors import ConfigError, UserError
 from glm_lora.report.history import ENDS, EVENTS, SAMPLES, STARTED
-from glm_lora.report.run_folder import BASE_FILE, CONFIG, METRICS, SELECTION
+from glm_lora.report.run_folder import BASE_FILE, CONFIG, METRICS, SELECTION, read_object
 from glm_lora.settings import spec_of
 from glm_lora.targets.selection import Selection
 from glm_lora.targets.summary import layer_ranges, projections
@@ -85,20 +85,21 @@ def load_run(path: Path, name: str = "") -> RunData:
         name: How a comparison calls it; default is the folder's name.
 
     Raises:
-        ConfigError: ``path`` is no run folder.
-        RunError: A file of it is not what a run writes.
+        ConfigError: ``path`` is no run folder, or a file of it is not what a run writes.
     """
     try:
         config = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is not a run folder", f"a folder with {CONFIG}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RunError(f"{path / CONFIG} cannot be read: {error}") from error
+        raise ConfigError(
+            f"{path / CONFIG} cannot be read: {error}", "the file as the run wrote it"
+        ) from error
     return RunData(
         path=path,
         name=name or path.resolve().name,
         config=config,
-        base=_read_json(path / BASE_FILE),
+        base=read_object(path / BASE_FILE) if (path / BASE_FILE).exists() else {},
         selection=_selection_rows(path),
         records=read_lines(path / METRICS),
         events=read_lines(path / EVENTS),
@@ -110,7 +111,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The finished lines of a JSONL file; one that is being written at the end is left out.
 
     Raises:
-        RunError: A line is not a JSON object.
+        ConfigError: A line is not a JSON object.
     """
     if not path.exists():
         return []
@@ -120,9 +121,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise RunError(f"{path} line {line_number} is not valid JSON: {error}") from error
+            raise ConfigError(f"{path} line {line_number} is not valid JSON: {error}") from error
         if not isinstance(row, dict):
-            raise RunError(f"{path} line {line_number} is {line[:40]}", "a JSON object")
+            raise ConfigError(f"{path} line {line_number} is {line[:40]}", "a JSON object")
         rows.append(row)
     return rows
 
@@ -136,25 +137,16 @@ def number(value: Any) -> float:
     return math.nan
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
-
-
 def _selection_rows(path: Path) -> list[SelectionRow]:
-    text = (path / SELECTION).read_text(encoding="utf-8") if (path / SELECTION).exists() else ""
-    if not text:
+    if not (path / SELECTION).exists():
         return []
+    stored = read_object(path / SELECTION)
     try:
         config = from_toml(TrainConfig, path / CONFIG)
         spec = spec_of(config.model_name, config.hf_checkpoint)
-        selection = Selection.from_json(text, spec)
+        selection = Selection.from_json(json.dumps(stored), spec)
     except UserError:
-        return _rows_by_name(json.loads(text).get("sites", []))
+        return _rows_by_name(stored.get("sites", []))
     return [
         SelectionRow(
             p.leaf,
@@ -187,6 +179,6 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it is another user's
+        pass
     return True

@@ -167,7 +167,7 @@ def test_a_line_that_is_being_written_is_left_out_and_a_bad_one_is_named(run):
         stream.write('{"rollout/step": 6, "a"')
     assert len(load_run(run).records) == 6
     metrics.write_text('{"rollout/step": 0}\nnonsense\n')
-    with pytest.raises(RunError, match=r"metrics.jsonl line 2 is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"metrics.jsonl line 2 is not valid JSON"):
         load_run(run)
 
 
