@@ -6,30 +6,21 @@ command or a file given is wrong (nothing was started); 1 a run failed; 130 inte
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from glm_lora import __version__, commands_export, commands_report, settings
-from glm_lora.arch.spec import builtin
-from glm_lora.config import (
-    TINY_DEFAULTS,
-    PrepareConfig,
-    SelectionConfig,
-    SglangConfig,
-    TrainConfig,
-    build,
-)
-from glm_lora.errors import ConfigError, GlmLoraError
-from glm_lora.options import collect, merge, with_options
-from glm_lora.settings import DEFAULT_MODEL
+from glm_lora import __version__, commands_export, commands_report, commands_train
+from glm_lora.config import SglangConfig
+from glm_lora.errors import GlmLoraError, RunError, UserError
 
 app = typer.Typer(
     name="glm-lora",
@@ -40,24 +31,60 @@ app = typer.Typer(
 )
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
-
-ModelName = Annotated[
-    str, typer.Option("--model-name", help="GLM-5.3-Flash, GLM-5.3-Flash-4layer or tiny.")
-]
-ModelDir = Annotated[
-    Path | None, typer.Option(help="Checkpoints (default ~/.cache/glm-lora/models).")
-]
-CkptDir = Annotated[Path | None, typer.Option(help="Bases (default ~/.cache/glm-lora/ckpt).")]
-DataDir = Annotated[Path | None, typer.Option(help="Datasets (default ~/.cache/glm-lora/data).")]
+T = TypeVar("T")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    output = _Output(sys.stdout)
+    with contextlib.redirect_stdout(cast("TextIO", output)):
+        code = _run(arguments)
+    output.close_if_lost()
+    return code
+
+
+class _Output:
+    """Standard output whose own failures are told apart from those of other files."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream; RunError when the disk behind it is full."""
+        return self._told(self._stream.write, text)
+
+    def flush(self) -> None:
+        """As ``write``."""
+        self._told(self._stream.flush)
+
+    def close_if_lost(self) -> None:
+        """What is still buffered would fail once more when the interpreter ends."""
+        if self._lost:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def _told(self, function: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return function(*arguments)
+        except BrokenPipeError:
+            raise  # nobody reads any more: rich and typer end quietly
+        except OSError as error:
+            self._lost = True
+            raise RunError(f"the output cannot be written: {error.strerror}") from error
+
+
+def _run(arguments: list[str]) -> int:
+    """One command; its exit code."""
     show_traceback = "--traceback" in arguments
     _quiet_libraries()
     try:
+        _refuse_odd_text(arguments)
         app(args=_with_sglang_flags(arguments), prog_name="glm-lora")
+        sys.stdout.flush()
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
     except GlmLoraError as error:
@@ -69,6 +96,15 @@ def main(argv: list[str] | None = None) -> int:
         err.print("stopped")
         return 130
     return 0
+
+
+def _refuse_odd_text(arguments: list[str]) -> None:
+    """UserError for bytes that are no UTF-8: no configuration, log or report could hold them."""
+    for argument in arguments:
+        if not argument.isascii() and any("\ud800" <= c <= "\udfff" for c in argument):
+            raise UserError(
+                f"{argument!a} is not Unicode text", "UTF-8", "Rename the file or folder"
+            )
 
 
 def _with_sglang_flags(arguments: list[str]) -> list[str]:
@@ -132,233 +168,9 @@ def _top(
     """Train LoRA adapters for GLM-5.3-Flash with reinforcement learning."""
 
 
-@app.command()
-@with_options(
-    SelectionConfig,
-    skip=("lora_dropout",),
-    other_defaults={"": TINY_DEFAULTS["selection"]},
-    repeatable=("target_modules", "exclude_modules"),
-)
-def targets(
-    model_name: ModelName = DEFAULT_MODEL,
-    hf_checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder with config.json (and index) to read instead.")
-    ] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(help="Adapter recipe (TOML) instead of the selection options.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    list_sites: Annotated[bool, typer.Option("--list", help="Show every site.")] = False,
-    explain: Annotated[str, typer.Option(metavar="NAME", help="Explain one site.")] = "",
-    **given: Any,
-) -> None:
-    """Show exactly what a selection trains, before anything is started."""
-    from glm_lora.targets.report import run_targets
-
-    tiny = TINY_DEFAULTS["selection"] if model_name == settings.TINY else {}
-    config = _selection(adapter, collect(SelectionConfig, given), tiny)
-    text = run_targets(
-        model_name=model_name,
-        config=config,
-        hf_checkpoint=hf_checkpoint,
-        as_json=json,
-        list_sites=list_sites,
-        explain=explain,
-    )
-    typer.echo(text)
-
-
-def _selection(
-    adapter: Path | None, given: dict[str, Any], tiny: dict[str, Any]
-) -> SelectionConfig:
-    """The selection from a recipe file or from options, which exclude each other."""
-    if adapter is None:
-        return build(SelectionConfig, merge(tiny, settings.selection_values(given)))
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ConfigError(
-            f"--adapter {adapter} was given together with {flags}",
-            "a recipe file or selection options, not both",
-        )
-    from glm_lora.targets.recipes import load_recipe
-
-    return load_recipe(adapter)
-
-
-@app.command()
-@with_options(
-    TrainConfig,
-    skip=("model_name", "hf_checkpoint", "ref_load", "run_dir", "launcher", "sglang_flags"),
-    other_defaults=TINY_DEFAULTS,
-    repeatable=("target_modules", "exclude_modules", "prompt_data"),
-)
-def train(
-    model_name: ModelName = DEFAULT_MODEL,
-    adapter: Annotated[
-        Path | None, typer.Option(help="Adapter recipe (TOML) instead of the selection options.")
-    ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Run folder (default runs/<model>-<time>).")
-    ] = None,
-    launcher: Annotated[
-        str,
-        typer.Option(
-            help="ray, torchrun or inline (default ray; torchrun where it started this process)."
-        ),
-    ] = "",
-    hf_checkpoint: Annotated[
-        Path | None, typer.Option(help="Hugging Face folder (default <model-dir>/<name>).")
-    ] = None,
-    ref_load: Annotated[
-        Path | None,
-        typer.Option(help="torch_dist base (default <ckpt-dir>/<name>_torch_dist)."),
-    ] = None,
-    model_dir: ModelDir = None,
-    ckpt_dir: CkptDir = None,
-    data_dir: DataDir = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --run-dir.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the run in --run-dir.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
-    ] = False,
-    log_format: Annotated[
-        str, typer.Option(help="text, or json: one object per line on stdout, for machines.")
-    ] = "text",
-    sglang_flags: Annotated[list[str] | None, typer.Option("--sglang-flags", hidden=True)] = None,
-    **given: Any,
-) -> None:
-    """Train an adapter: sample, score, train, sync, until the last rollout."""
-    from glm_lora.cluster.plan import plan
-
-    if log_format not in ("text", "json"):
-        raise ConfigError(f"--log-format {log_format}", "text or json")
-    values = collect(TrainConfig, given)
-    if sglang_flags:
-        values.setdefault("sglang", {})["sglang_flags"] = sglang_flags
-    world = settings.torchrun_world()
-    chosen = launcher or ("torchrun" if world else "ray")
-    for name, value in (
-        ("run_dir", run_dir), ("hf_checkpoint", hf_checkpoint), ("ref_load", ref_load),
-    ):  # fmt: skip
-        if value is not None:
-            values[name] = str(value.expanduser())
-    if adapter is not None:
-        values["selection"] = _selection(adapter, values.get("selection", {}), {}).model_dump()
-    values |= {"model_name": model_name, "launcher": chosen}
-    config = settings.resolve_train(
-        values,
-        models=settings.model_dir(model_dir),
-        ckpts=settings.ckpt_dir(ckpt_dir),
-        data=settings.data_dir(data_dir),
-        world_size=world[1] if world and chosen == "torchrun" else None,
-    )
-    if resume and force:
-        raise ConfigError("--resume together with --force", "one of them")
-    if resume and run_dir is None:
-        raise ConfigError("--resume without --run-dir", "the folder of the run to continue")
-    checked = plan(config)
-    leading = world is None or world[0] == 0
-    if leading and (log_format == "text" or dry_run):
-        _announce(checked)
-    if dry_run:
-        from glm_lora.cluster.dry_run import describe
-
-        for line in describe(checked):
-            out.print(line, soft_wrap=True, markup=False)
-        from glm_lora.cluster.driver import load_text
-
-        text = load_text(checked)
-        text.reward.close()
-        out.print(f"prompts: {len(text.data)} usable, {len(text.data.bad_rows)} left out")
-        return
-    _train_checked(checked, log_format, leading=leading, resume=resume, force=force)
-
-
-def _train_checked(
-    checked: Any, log_format: str, *, leading: bool, resume: bool, force: bool
-) -> None:
-    """Run a checked command and say where things are; silent on ranks that only follow."""
-    from glm_lora.cluster.driver import train as run_training
-    from glm_lora.report.console import ConsoleListener, JsonListener
-
-    if log_format == "json":
-        log = JsonListener(typer.echo if leading else lambda line: None)
-        folder = run_training(checked, log, resume=resume, force=force)
-        if folder is not None:
-            log.event("finished", run_dir=str(folder.path))
-        return
-    console = out if leading else Console(quiet=True)
-    with ConsoleListener(console, 0, checked.config.rollout.num_rollout) as listener:
-        folder = run_training(checked, listener, resume=resume, force=force)
-    if folder is not None:
-        out.print(f"run folder  {folder.path}", soft_wrap=True)
-        out.print(f"metrics     {folder.metrics}", soft_wrap=True)
-        out.print(f"adapter     {folder.adapter}", soft_wrap=True)
-        out.print(f"report      {folder.path / 'report.html'}", soft_wrap=True)
-
-
-@app.command()
-@with_options(PrepareConfig, skip=("model_name", "hf_checkpoint", "ref_load", "data_dir"))
-def prepare(
-    model_name: ModelName = DEFAULT_MODEL,
-    hf_checkpoint: Annotated[
-        Path | None, typer.Option(help="Hugging Face folder (default <model-dir>/<name>).")
-    ] = None,
-    ref_load: Annotated[
-        Path | None,
-        typer.Option(help="torch_dist base to write (default <ckpt-dir>/<name>_torch_dist)."),
-    ] = None,
-    model_dir: ModelDir = None,
-    ckpt_dir: CkptDir = None,
-    data_dir: DataDir = None,
-    **given: Any,
-) -> None:
-    """Make the checkpoint, the torch_dist base and the prompt files that train reads."""
-    builtin(model_name)
-    values = collect(PrepareConfig, given) | {
-        "model_name": model_name,
-        "hf_checkpoint": hf_checkpoint
-        or settings.hf_path(model_name, settings.model_dir(model_dir)),
-        "ref_load": ref_load or settings.base_path(model_name, settings.ckpt_dir(ckpt_dir)),
-        "data_dir": settings.data_dir(data_dir),
-    }
-    config = build(PrepareConfig, values)
-    from glm_lora.checkpoint.prepare import prepare as run_prepare
-    from glm_lora.report.console import prepare_progress
-
-    with prepare_progress(out) as report:
-        result = run_prepare(config, report)
-    if config.dry_run:
-        for line in result.plan:
-            out.print(line)
-        return
-    for name, count in result.skipped.items():
-        out.print(f"skipped     {count} tensors: {name}")
-    out.print(f"made        {', '.join(result.made) or 'nothing, all was there'}")
-    out.print(f"checkpoint  {result.hf_checkpoint}")
-    out.print(f"base        {result.ref_load}")
-    for path in result.data.values():
-        out.print(f"prompts     {path}")
-    out.print(f"fingerprint {result.fingerprint}")
-
-
-def _announce(checked: Any) -> None:
-    config, selection = checked.config, checked.selection
-    out.print(
-        f"{config.model_name}: {selection.num_sites} projections, "
-        f"{selection.trainable_parameters:,} trainable parameters at rank {selection.rank}; "
-        f"{config.launcher}, {config.world_size} trainer rank(s), "
-        f"{config.rollout.rollout_engine} engine; {config.rollout.num_rollout} rollouts of "
-        f"{config.rollout.rollout_batch_size} x {config.rollout.n_samples_per_prompt} samples; "
-        f"about {checked.memory.total / 2**30:.3g} GiB on the fullest trainer rank",
-        soft_wrap=True,
-    )
-    for line in checked.resolution.warnings:
-        out.print(f"note: {line}")
-
-
+app.command()(commands_train.targets)
+app.command()(commands_train.prepare)
+app.command()(commands_train.train)
 app.command()(commands_export.export)
 app.command("eval")(commands_export.evaluate)
 app.command()(commands_report.report)

@@ -10,24 +10,24 @@ import typer
 from rich.console import Console
 
 from glm_lora.errors import ConfigError
+from glm_lora.options import path_option
 from glm_lora.settings import DEFAULT_MODEL
 
 out = Console(highlight=False)
 
 
 def export(
-    output: Annotated[Path, typer.Option(help="New or empty folder to write.")],
-    run: Annotated[Path | None, typer.Option(help="Run folder: its newest checkpoint.")] = None,
+    output: Annotated[Path, path_option("New or empty folder to write.")],
+    run: Annotated[Path | None, path_option("Run folder: its newest checkpoint.")] = None,
     adapter_checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="A run's checkpoints/iter_*, or an adapter folder to convert."),
+        Path | None, path_option("A run's checkpoints/iter_*, or an adapter folder to convert.")
     ] = None,
     format_: Annotated[
         str, typer.Option("--format", help="peft, sglang or merged (whole checkpoint).")
     ] = "peft",
     model_name: Annotated[str, typer.Option(help="Model of --adapter-checkpoint.")] = DEFAULT_MODEL,
     hf_checkpoint: Annotated[
-        Path | None, typer.Option(help="The base's folder (default: the run's).")
+        Path | None, path_option("The base's folder (default: the run's).")
     ] = None,
     fp8: Annotated[
         str, typer.Option(help="Merged FP8 weights: requantise or bf16.")
@@ -83,7 +83,7 @@ def export(
 
 
 def evaluate(
-    run: Annotated[Path, typer.Option(help="Run folder.")],
+    run: Annotated[Path, path_option("Run folder.")],
     prompt_data: Annotated[
         list[str], typer.Option(help="Prompt files; may be given several times.")
     ],

@@ -11,20 +11,24 @@ from rich.text import Text
 
 from glm_lora import settings
 from glm_lora.errors import ConfigError
+from glm_lora.options import given_path, path_option
 
 WATCH_SECONDS = 5
 COLOURS = {"ok": "green", "missing": "yellow", "broken": "red"}
 
 
 def report(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, for --compare.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder.")] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run folders, for --compare.", parser=given_path),
+    ] = None,
+    run: Annotated[Path | None, path_option("Run folder.")] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Draw several runs over each other.")
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="File to write (default RUN/report.html; compare.html for --compare)."),
+        path_option("File to write (default RUN/report.html; compare.html for --compare)."),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Write again whenever the run goes on, until its end.")
@@ -61,12 +65,12 @@ def report(
 def doctor(
     sglang_python: Annotated[
         Path | None,
-        typer.Option(help="Interpreter of SGLang's environment (default .venv-sglang/bin/python)."),
+        path_option("Interpreter of SGLang's environment (default .venv-sglang/bin/python)."),
     ] = None,
-    model_dir: Annotated[Path | None, typer.Option(help="Folder for checkpoints.")] = None,
-    ckpt_dir: Annotated[Path | None, typer.Option(help="Folder for bases.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder for datasets.")] = None,
-    run_dir: Annotated[Path, typer.Option(help="Folder for runs.")] = Path("runs"),
+    model_dir: Annotated[Path | None, path_option("Folder for checkpoints.")] = None,
+    ckpt_dir: Annotated[Path | None, path_option("Folder for bases.")] = None,
+    data_dir: Annotated[Path | None, path_option("Folder for datasets.")] = None,
+    run_dir: Annotated[Path, path_option("Folder for runs.")] = Path("runs"),
     self_test: Annotated[
         bool, typer.Option(help="Take one training step on the CPU and on each GPU.")
     ] = True,

@@ -8,6 +8,7 @@ was not given is absent from the mapping, so that a model's default can be told 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,18 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+
+def given_path(text: str | Path) -> Path:
+    """A path as it was typed; the empty text, which pathlib takes for ``.``, is refused."""
+    if not str(text):
+        raise typer.BadParameter("it is empty; expected the path of a file or folder.")
+    return Path(text)
+
+
+def path_option(help: str, **more: Any) -> Any:
+    """``typer.Option`` of a path."""
+    return typer.Option(help=help, parser=given_path, metavar="<path>", **more)
 
 
 class Leaf(NamedTuple):
@@ -86,8 +99,8 @@ def with_options(
             kind = _option_type(leaf.field.annotation)
             flag = "--" + leaf.name.replace("_", "-")
             decls = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
-            option = typer.Option(
-                *decls,
+            make = path_option if kind is Path else functools.partial(typer.Option, *decls)
+            option = make(
                 help=_help(leaf, other_defaults or {}),
                 rich_help_panel=(leaf.section or "run").capitalize(),
                 show_default=False,

@@ -115,7 +115,7 @@ def load_prompts(
         DataError: A file is missing, of another kind or without a usable row, or (unless skipped)
             a row is bad; the message lists file, row and reason.
     """
-    if not sources:
+    if not sources or not all(sources):
         raise DataError("no prompt file was given", "at least one --prompt-data FILE")
     reader = _RowReader(encode, input_key, label_key, metadata_key, check_label, max_prompt_tokens)
     parsed = [_split_weight(source) for source in sources]

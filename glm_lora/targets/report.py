@@ -46,7 +46,7 @@ def run_targets(
     hf_checkpoint: Path | None = None,
     as_json: bool = False,
     list_sites: bool = False,
-    explain: str = "",
+    explain: str | None = None,
 ) -> str:
     """Resolve a selection and describe it.
 
@@ -56,7 +56,7 @@ def run_targets(
         hf_checkpoint: Folder whose ``config.json`` and index are read and checked.
         as_json: One JSON object instead of the table.
         list_sites: Every named module of the text model with its spellings and status.
-        explain: A name to explain; empty for none.
+        explain: A name to explain instead.
 
     Returns:
         The text to print.
@@ -68,7 +68,7 @@ def run_targets(
     """
     model = known_model(model_name, hf_checkpoint)
     resolution = resolve(model.spec, model_name, config)
-    if explain:
+    if explain is not None:
         explanation = explain_name(explain, resolution, model.spec)
         return json.dumps(explanation.as_object()) if as_json else explanation.as_text()
     if as_json:

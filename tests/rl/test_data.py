@@ -135,8 +135,9 @@ def test_unusable_files(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,label\n")
     with pytest.raises(DataError, match="unknown kind"):
         load_prompts([str(tmp_path / "a.csv")], encode)
-    with pytest.raises(DataError, match="no prompt file"):
-        load_prompts([], encode)
+    for nothing in ([], [""]):
+        with pytest.raises(DataError, match="no prompt file"):
+            load_prompts(nothing, encode)
 
 
 def test_weights(tmp_path):

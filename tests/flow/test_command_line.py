@@ -1,0 +1,140 @@
+"""What the command line does with words and streams that are no use to any command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from glm_lora import cli
+from glm_lora.cli import main
+from tests.conftest import ROOT
+from tests.report.run_folders import write_run
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """Run a command in this process; returns exit code and error text."""
+    monkeypatch.setattr(cli, "err", Console(stderr=True, width=500))
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = main(list(arguments))
+        return code, " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["targets", "--model-name", "tiny"], "--explain"),
+        (["targets", "--model-name", "tiny"], "--hf-checkpoint"),
+        (["targets", "--model-name", "tiny"], "--adapter"),
+        (["train", "--model-name", "tiny"], "--run-dir"),
+        (["train", "--model-name", "tiny"], "--ckpt-dir"),
+        (["train", "--model-name", "tiny"], "--lora-adapter-path"),
+        (["prepare", "--model-name", "tiny"], "--ref-load"),
+        (["prepare", "--model-name", "tiny"], "--to-hf"),
+        (["export", "--output", "x"], "--run"),
+        (["export", "--run", "x"], "--output"),
+        (["eval", "--prompt-data", "x"], "--run"),
+        (["report"], "--run"),
+        (["doctor", "--no-self-test"], "--sglang-python"),
+    ],
+)
+def test_an_empty_value_is_not_the_working_directory(call, tmp_path, monkeypatch, command, option):
+    monkeypatch.chdir(tmp_path)
+    for given in ([option, ""], [f"{option}="]):
+        code, text = call(*command, *given)
+        assert code == 2 and option in text, text
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_run_folder_in_a_list(call, tmp_path):
+    code, text = call("report", "--compare", str(tmp_path), "")
+    assert code == 2 and "runs" in text and "empty" in text, text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--model-name", "tiny", "--run-dir", "runs/\udcff"],
+        ["export", "--run", "\udcff", "--output", "out"],
+        ["eval", "--run", "run", "--prompt-data", "\udcfe.jsonl"],
+        ["report", "--run", "\udcff"],
+        ["targets", "--hf-checkpoint=\udcff"],
+        ["\udcff"],
+    ],
+)
+def test_a_name_that_is_no_unicode(call, tmp_path, monkeypatch, arguments):
+    """It could be written neither into a configuration nor into a report."""
+    monkeypatch.chdir(tmp_path)
+    code, text = call(*arguments)
+    assert code == 2 and "Unicode" in text, text
+    assert not list(tmp_path.iterdir())
+
+
+def run_with_output(target: str, buffered: bool, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", "-c", f"exec {sys.executable} -m glm_lora {' '.join(arguments)} {target}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["targets", "--model-name", "tiny"],
+        ["targets", "--model-name", "GLM-5.3-Flash", "--list"],
+        ["--help"],
+        ["--version"],
+    ],
+    ids=" ".join,
+)
+def test_output_that_cannot_be_written(arguments, buffered):
+    done = run_with_output(">/dev/full", buffered, *arguments)
+    assert done.returncode == 1
+    assert "the output cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_output_that_nobody_reads():
+    arguments = ["targets", "--model-name", "GLM-5.3-Flash", "--list"]
+    done = run_with_output("| true", True, *arguments)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_an_error_that_is_none_of_the_output_is_not_blamed_on_it(monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        main(["targets"])
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="there is no /proc here")
+def test_a_folder_in_which_nothing_can_be_made(call, tmp_path):
+    run = write_run(tmp_path / "run")
+    code, text = call("export", "--run", str(run), "--output", "/proc/adapter")
+    assert code == 2 and "/proc/adapter cannot be made in /proc" in text, text
+    assert "free" not in text
+
+
+def test_a_report_of_a_run_with_a_damaged_file(call, tmp_path):
+    run = write_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "selection.json", "base.json", "config.toml"):
+        (run / name).write_text("{ = 1\n")
+        code, text = call("report", "--run", str(run))
+        assert code == 2 and name in text, text
