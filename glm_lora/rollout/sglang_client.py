@@ -266,8 +266,8 @@ class SglangClient:
 
 _JSON = {"Content-Type": "application/json"}
 _ABOUT_KEYS = (
-    "The server asks for its API key: name a file with it (--rollout-engine-key-file); one that was "
-    "started with an --admin-api-key lets only that key load adapters"
+    "The server asks for its API key: name a file with it (--rollout-engine-key-file); one that "
+    "was started with an --admin-api-key lets only that key load adapters"
 )
 
 
