@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from glm_lora.arch.checkpoint_index import INDEX_FILE, SCALE_SUFFIX, scale_shape
 from glm_lora.arch.projections import LAYERS_PREFIX, Param, all_params
 from glm_lora.arch.spec import DSA, SPARSE, ModelSpec
 from glm_lora.checkpoint.convert import disk_names
-from glm_lora.checkpoint.hf_reader import INDEX_FILE, SCALE_SUFFIX, scale_shape
 from glm_lora.checkpoint.hf_writer import PlannedTensor, planned, write_shard
 from glm_lora.checkpoint.random_init import fill_random
 from glm_lora.checkpoint.tiny import text_config

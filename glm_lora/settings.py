@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from glm_lora.arch.agreement import first_layers_as
 from glm_lora.arch.spec import BUILTIN, ModelSpec, builtin, spec_from_dir
 from glm_lora.config import TINY_DEFAULTS, TrainConfig, build
 from glm_lora.errors import ConfigError
@@ -57,36 +58,13 @@ def spec_of(model_name: str, hf_checkpoint: Path) -> ModelSpec:
         ModelError: The name is unknown and the folder holds no usable config.json, or the folder's
             config.json describes another model than the built-in one of that name.
     """
-    if (hf_checkpoint / "config.json").exists():
-        spec = spec_from_dir(hf_checkpoint)
-        if model_name in BUILTIN:
-            _check_same_shape(model_name, spec, hf_checkpoint)
-            return spec.first_layers(builtin(model_name).num_hidden_layers)
+    path = hf_checkpoint / "config.json"
+    if not path.exists():
+        return builtin(model_name)
+    spec = spec_from_dir(hf_checkpoint)
+    if model_name not in BUILTIN:
         return spec
-    return builtin(model_name)
-
-
-def _check_same_shape(model_name: str, spec: ModelSpec, folder: Path) -> None:
-    known = builtin(model_name)
-    if spec.num_hidden_layers < known.num_hidden_layers:
-        found, wanted = spec.num_hidden_layers, known.num_hidden_layers
-        differences = [f"num_hidden_layers {found}, not {wanted}"]
-    else:
-        cut = spec.first_layers(known.num_hidden_layers)
-        differences = [
-            f"{name} {getattr(cut, name)}, not {getattr(known, name)}"
-            for name in (
-                "hidden_size", "vocab_size", "layer_types", "mlp_layer_types", "n_routed_experts",
-                "linear_num_heads", "num_attention_heads", "intermediate_size", "index_kpool",
-            )
-            if getattr(cut, name) != getattr(known, name)
-        ]  # fmt: skip
-    if differences:
-        raise ConfigError(
-            f"{folder}/config.json is not {model_name}: " + "; ".join(differences),
-            f"the configuration of {model_name}",
-            "Name the right folder with --hf-checkpoint, or the right model with --model-name",
-        )
+    return first_layers_as(BUILTIN[model_name], spec, model_name, str(path))
 
 
 def default_run_dir(model_name: str) -> Path:
@@ -128,7 +106,7 @@ def resolve_train(
     nodes = values.get("num_nodes", 1)
     gpus = values.get("num_gpus_per_node", 1 if tiny else RECIPE_GPUS_PER_NODE)
     if world_size is not None:
-        nodes, gpus = values.get("num_nodes", 1), world_size // max(1, values.get("num_nodes", 1))
+        gpus = world_size // max(1, nodes)
     defaults: dict[str, Any] = {
         "model_name": name,
         "hf_checkpoint": str(hf_path(name, models)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -18,12 +18,16 @@ from glm_lora.arch.projections import LAYERS_PREFIX, Site, trainable_sites
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.errors import CheckpointError, ModelError
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+CUT_KEY = "glm_lora_layers"
+"""In the metadata of an index that lists only what a slice needs; its shards may hold more."""
 FP8 = "F8_E4M3"
-FP8_BLOCK = 128
-"""Side of the square blocks that share one scale in an FP8 checkpoint."""
-_MAX_HEADER = 100_000_000
+BLOCK = 128
+"""Side of the square blocks of an FP8 weight that share one scale."""
+SCALE_SUFFIX = "_scale_inv"
+MAX_HEADER = 100_000_000
+"""Bytes of the largest header that safetensors allows."""
 
 
 class TensorInfo(NamedTuple):
@@ -42,11 +46,17 @@ class CheckpointIndex:
     """The index, or the only safetensors file."""
     weight_map: Mapping[str, str]
     """Tensor name to file name."""
+    is_cut: bool = False
+    """Whether it leaves out tensors on purpose (``CUT_KEY``)."""
 
     @property
     def shards(self) -> tuple[str, ...]:
         """Names of the files, sorted."""
-        return tuple(sorted(set(self.weight_map.values())))
+        return self.shards_of(self.weight_map)
+
+    def shards_of(self, names: Container[str]) -> tuple[str, ...]:
+        """The files that hold tensors of ``names``, sorted."""
+        return tuple(sorted({s for name, s in self.weight_map.items() if name in names}))
 
     @property
     def layers(self) -> frozenset[int]:
@@ -99,40 +109,56 @@ def read_index(folder: Path) -> CheckpointIndex | None:
     Raises:
         CheckpointError: The index is unreadable, not JSON, or not an index.
     """
-    folder = Path(folder)
-    path = folder / INDEX_NAME
+    path = Path(folder) / INDEX_FILE
     if not path.exists():
-        single = folder / SINGLE_NAME
+        single = path.with_name(SINGLE_FILE)
         if not single.exists():
             return None
-        return CheckpointIndex(single, dict.fromkeys(read_header(single), SINGLE_NAME))
-    return CheckpointIndex(path, _weight_map(_read_json(path), path))
-
-
-def _read_json(path: Path) -> object:
+        return CheckpointIndex(single, dict.fromkeys(read_header(single), SINGLE_FILE))
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", "a safetensors index") from error
+    return parse_index(text, path)
+
+
+def parse_index(text: str, path: Path, source: str = "") -> CheckpointIndex:
+    """The index with this text.
+
+    Args:
+        text: The file's text.
+        path: Where it lies, or will lie.
+        source: What to call it in messages, where that is not the path.
+
+    Raises:
+        CheckpointError: Not JSON, not an index, or one that names files outside its folder.
+    """
+    source = source or str(path)
+    try:
+        data: object = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not valid JSON ({error})", "a complete safetensors index"
+            f"{source} is not valid JSON ({error})", "a complete safetensors index"
         ) from error
-
-
-def _weight_map(data: object, path: Path) -> dict[str, str]:
-    found = cast("dict[str, Any]", data).get("weight_map") if isinstance(data, dict) else None
+    values = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+    found = values.get("weight_map")
     if not isinstance(found, dict) or not found:
         raise CheckpointError(
-            f"{path} has no weight_map", "a safetensors index: {'weight_map': {tensor: file}}"
+            f"{source} has no weight_map", "a safetensors index: {'weight_map': {tensor: file}}"
         )
     weight_map: dict[str, str] = {}
     for name, shard in cast("dict[str, object]", found).items():
         # A file elsewhere would let an index reach outside its folder.
         if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-            raise CheckpointError(f"{path} maps {name} to {shard!r}", "a file name")
+            raise CheckpointError(f"{source} maps {name} to {shard!r}", "a file name")
         weight_map[name] = shard
-    return weight_map
+    metadata = values.get("metadata")
+    return CheckpointIndex(path, weight_map, isinstance(metadata, dict) and CUT_KEY in metadata)
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of a quantised matrix: one per started block."""
+    return tuple(-(-size // BLOCK) for size in shape)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -145,7 +171,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             total = path.stat().st_size
-            text = file.read(length) if 2 <= length <= min(_MAX_HEADER, total - 8) else b""
+            text = file.read(length) if 2 <= length <= min(MAX_HEADER, total - 8) else b""
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}", "a safetensors file") from error
     try:
@@ -218,12 +244,12 @@ def _refuse_other_architecture(index: CheckpointIndex) -> None:
 
 def _verify_scales(index: CheckpointIndex, infos: Mapping[Site, TensorInfo]) -> None:
     quantised = [site for site, info in infos.items() if info.dtype == FP8]
-    names = {site: _weight(site) + "_scale_inv" for site in quantised}
+    names = {site: _weight(site) + SCALE_SUFFIX for site in quantised}
     for site, name in names.items():
         if name not in index.weight_map:
             raise ModelError(f"{index.path} lacks {name}", f"a scale for {_weight(site)} (FP8)")
     scales = index.headers(names.values())
     for site, name in names.items():
-        expected = tuple(-(-size // FP8_BLOCK) for size in site.shape)
+        expected = scale_shape(site.shape)
         if scales[name].shape != expected:
             raise ModelError(f"{name} has shape {list(scales[name].shape)}", str(list(expected)))

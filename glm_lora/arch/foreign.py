@@ -85,7 +85,7 @@ def mtp_modules() -> Iterator[str]:
             yield prefix + row.path
             continue
         for expert in range(FULL.n_routed_experts):
-            yield f"{prefix}{row.path.removesuffix(row.leaf)}{expert}.{row.leaf}"
+            yield prefix + row.expert_path(expert)
 
 
 @lru_cache(maxsize=4)

@@ -91,7 +91,7 @@ def _paths(source: Spelling, target: Spelling) -> Mapping[str, str]:
         part = row.leaf
         if row.expert:
             part = f"{_EXPERT}.{row.leaf}"
-            disk = row.path.removesuffix(row.leaf) + part
+            disk = row.expert_path(_EXPERT)
         names = {
             Spelling.DISK: disk,
             Spelling.TRANSFORMERS: disk if row.expert else row.memory,

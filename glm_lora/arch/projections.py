@@ -89,6 +89,10 @@ class Row:
         """The last part of the path: ``q_proj``, ``A_log``, ..."""
         return self.path.rsplit(".", 1)[-1]
 
+    def expert_path(self, expert: int | str) -> str:
+        """Path on disk of one expert's part of a stacked row: ``mlp.experts.7.gate_proj``."""
+        return f"{self.path.removesuffix(self.leaf)}{expert}.{self.leaf}"
+
 
 _KV_B = (
     "sparse attention absorbs kv_b_proj into its query and output products, so the module is never "

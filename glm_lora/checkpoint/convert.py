@@ -13,22 +13,24 @@ from dataclasses import dataclass
 
 import torch
 
+from glm_lora.arch.checkpoint_index import SCALE_SUFFIX, scale_shape
+from glm_lora.arch.foreign import VISION_PREFIX
 from glm_lora.arch.projections import LAYERS_PREFIX, Param, all_params
 from glm_lora.arch.spec import ModelSpec
-from glm_lora.checkpoint.hf_reader import SCALE_SUFFIX, HfReader, scale_shape
+from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.errors import CheckpointError
 
-VISION_PREFIX = "model.visual."
 _LAYER = re.compile(re.escape(LAYERS_PREFIX) + r"(\d+)\.")
 _ACCEPTED = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def disk_names(param: Param) -> list[str]:
     """The names on disk that make up ``param``: itself, or one per routed expert."""
-    if not param.row.expert:
+    row = param.row
+    if not row.expert:
         return [param.key]
-    head, leaf = param.key.split("mlp.experts.")
-    return [f"{head}mlp.experts.{e}.{leaf}" for e in range(param.shape[0])]
+    prefix = param.key.removesuffix(row.path + row.suffix)
+    return [prefix + row.expert_path(e) + row.suffix for e in range(param.shape[0])]
 
 
 def wanted_names(spec: ModelSpec) -> frozenset[str]:
@@ -85,10 +87,7 @@ def open_source(reader: HfReader, spec: ModelSpec) -> HfSource:
     entries = reader.entries
     _check_missing([n for n in expected if n not in entries], reader)
     skipped: Counter[str] = Counter()
-    shards = (
-        reader.index.weight_map if reader.index else {n: e.path.name for n, e in entries.items()}
-    )
-    for name, shard in shards.items():
+    for name, shard in reader.index.weight_map.items():
         if reason := skip_reason(name, spec.num_hidden_layers):
             skipped[reason] += 1
             continue

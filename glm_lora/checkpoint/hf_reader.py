@@ -8,13 +8,19 @@ then rounded to bfloat16.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from glm_lora.arch.checkpoint_index import (
+    BLOCK,
+    INDEX_FILE,
+    SCALE_SUFFIX,
+    SINGLE_FILE,
+    CheckpointIndex,
+    read_index,
+)
 from glm_lora.checkpoint.safetensors_file import (
     SafetensorsFile,
     TensorEntry,
@@ -23,63 +29,6 @@ from glm_lora.checkpoint.safetensors_file import (
     read_rows,
 )
 from glm_lora.errors import CheckpointError
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-SCALE_SUFFIX = "_scale_inv"
-BLOCK = 128
-"""Rows and columns that share one scale."""
-
-
-CUT_KEY = "glm_lora_layers"
-"""In the metadata of an index that lists only what a slice needs; its shards may hold more."""
-
-
-def read_index(folder: Path) -> Index | None:
-    """The index file of a folder; None when there is none.
-
-    Raises:
-        CheckpointError: The index is damaged or names files outside the folder.
-    """
-    path = folder / INDEX_FILE
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", "an index file") from error
-    return parse_index(text, str(path))
-
-
-@dataclass(frozen=True)
-class Index:
-    """What an index file says."""
-
-    weight_map: dict[str, str]
-    """The shard of every tensor."""
-    is_cut: bool = False
-    """Whether it leaves out tensors on purpose."""
-
-    def shards(self, wanted: frozenset[str] | None) -> list[str]:
-        """The shards that hold tensors of ``wanted`` (None: all shards)."""
-        return sorted(
-            {s for name, s in self.weight_map.items() if wanted is None or name in wanted}
-        )
-
-
-def parse_index(text: str, path: str) -> Index:
-    """Read the text of an index file; ``path`` is for messages. Raises CheckpointError."""
-    try:
-        data: Any = json.loads(text)
-        weight_map, metadata = data["weight_map"], data.get("metadata") or {}
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error!r}", "an index file") from error
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} lists no tensors", "an index file with a weight_map")
-    for shard in set(weight_map.values()):
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{path} names the shard {shard!r}", "a file name")
-    return Index(weight_map, CUT_KEY in metadata)
 
 
 @dataclass(frozen=True)
@@ -91,8 +40,8 @@ class HfReader:
     """The shards that were opened, by name."""
     entries: dict[str, TensorEntry]
     """Every tensor of those shards, by disk name."""
-    index: Index | None = None
-    """The index, when there is one."""
+    index: CheckpointIndex
+    """Which shard holds which tensor; made up where a single file has no index."""
 
     @classmethod
     def open(cls, folder: Path, wanted: frozenset[str] | None = None) -> HfReader:
@@ -104,14 +53,11 @@ class HfReader:
         """
         index = read_index(folder)
         if index is None:
-            if not (folder / SINGLE_FILE).exists():
-                raise CheckpointError(
-                    f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}",
-                    "a Hugging Face checkpoint with safetensors",
-                )
-            shards = [SINGLE_FILE]
-        else:
-            shards = index.shards(wanted)
+            raise CheckpointError(
+                f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}",
+                "a Hugging Face checkpoint with safetensors",
+            )
+        shards = index.shards if wanted is None else index.shards_of(wanted)
         missing = [s for s in shards if not (folder / s).exists()]
         if missing:
             raise CheckpointError(
@@ -127,9 +73,8 @@ class HfReader:
                     first = entries[name].path.name
                     raise CheckpointError(f"{name} is both in {first} and in {shard}")
                 entries[name] = entry
-        if index is not None:
-            _check_index(folder, index, files)
-            entries = {n: e for n, e in entries.items() if n in index.weight_map}
+        _check_index(folder, index, files)
+        entries = {n: e for n, e in entries.items() if n in index.weight_map}
         return cls(folder, files, entries, index)
 
     def identity(self) -> str:
@@ -172,7 +117,7 @@ class HfReader:
             position = end
 
 
-def _check_index(folder: Path, index: Index, files: dict[str, SafetensorsFile]) -> None:
+def _check_index(folder: Path, index: CheckpointIndex, files: dict[str, SafetensorsFile]) -> None:
     weight_map = index.weight_map
     for name, shard in weight_map.items():
         if shard in files and name not in files[shard].entries:
@@ -188,11 +133,6 @@ def _check_index(folder: Path, index: Index, files: dict[str, SafetensorsFile]) 
                     f"{weight_map.get(name, 'no shard')}",
                     "an index that agrees with the shards",
                 )
-
-
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of a quantised matrix: one per started block."""
-    return tuple(-(-n // BLOCK) for n in shape)
 
 
 def dequantise_block(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from glm_lora.arch.checkpoint_index import INDEX_FILE, SINGLE_FILE
 from glm_lora.checkpoint.files import write_atomic
-from glm_lora.checkpoint.hf_reader import INDEX_FILE, SINGLE_FILE
 from glm_lora.checkpoint.safetensors_file import DTYPES
 from glm_lora.fingerprint import tensor_bytes
 

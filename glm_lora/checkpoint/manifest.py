@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from glm_lora.arch.agreement import differences
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.checkpoint.torch_dist import release_folder
 from glm_lora.errors import CheckpointError
@@ -15,8 +16,6 @@ from glm_lora.fingerprint import TensorRecord, fingerprint
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
-_NOT_SHAPE = ("eos_token_ids", "pad_token_id")
-"""Fields that do not change a single weight, so a base may be used with other values."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +100,9 @@ def check_base(ref_load: Path, spec: ModelSpec) -> BaseManifest:
 
 def check_same_model(found: ModelSpec, wanted: ModelSpec, what: str) -> None:
     """Raise CheckpointError naming the first fields in which two models differ."""
-    differences = [
-        f"{f.name} {getattr(found, f.name)!r} instead of {getattr(wanted, f.name)!r}"
-        for f in fields(ModelSpec)
-        if f.name not in _NOT_SHAPE and getattr(found, f.name) != getattr(wanted, f.name)
-    ]
-    if differences:
+    if differing := differences(found, wanted):
         raise CheckpointError(
-            f"{what} was made for another model: " + "; ".join(differences[:3]),
+            f"{what} was made for another model: " + "; ".join(differing[:3]),
             "a base of the model that is trained",
             "Name the right one with --ref-load, or prepare this model",
         )

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from glm_lora.arch.projections import all_params
+from glm_lora.arch.agreement import first_layers_as
+from glm_lora.arch.checkpoint_index import CUT_KEY, INDEX_FILE, SINGLE_FILE, parse_index
 from glm_lora.arch.spec import BUILTIN, ModelSpec, spec_from_config, spec_from_dir
 from glm_lora.checkpoint import hub
 from glm_lora.checkpoint.base_writer import BaseSource
 from glm_lora.checkpoint.convert import HfSource, open_source, skip_reason, wanted_names
 from glm_lora.checkpoint.files import write_atomic
-from glm_lora.checkpoint.hf_reader import CUT_KEY, INDEX_FILE, SINGLE_FILE, HfReader, parse_index
+from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.progress import Report
 from glm_lora.checkpoint.random_init import RandomSource
 from glm_lora.checkpoint.to_hf import cut_config
@@ -93,15 +94,7 @@ def _cut(spec: ModelSpec, config: PrepareConfig, source: str) -> ModelSpec:
         )
     spec = spec.first_layers(layers)
     if known is not None and layers <= known.num_hidden_layers:
-        ours, theirs = all_params(known.first_layers(layers)), all_params(spec)
-        for key, param in ours.items():
-            if key not in theirs or theirs[key].shape != param.shape:
-                found = theirs[key].shape if key in theirs else "not there"
-                raise CheckpointError(
-                    f"{source} is not {config.model_name}: {key} is {found}",
-                    str(param.shape),
-                    "Name the right folder with --hf-checkpoint or the model with --model-name",
-                )
+        return first_layers_as(known.first_layers(layers), spec, config.model_name, source)
     return spec
 
 
@@ -118,8 +111,10 @@ def _remote(config: PrepareConfig) -> Origin:
     weight_map: dict[str, str] = {}
     shards = [SINGLE_FILE]
     if INDEX_FILE in remote.files:
-        index = parse_index(hub.read_text(remote, INDEX_FILE), f"{INDEX_FILE} of {config.repo}")
-        shards = index.shards(wanted)
+        text = hub.read_text(remote, INDEX_FILE)
+        path = config.hf_checkpoint / INDEX_FILE
+        index = parse_index(text, path, f"{INDEX_FILE} of {config.repo}")
+        shards = [*index.shards_of(wanted)]
         # The vision tower's tensors stay in the folder's index where their shard comes anyway.
         weight_map = {
             name: shard

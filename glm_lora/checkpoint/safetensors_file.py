@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from glm_lora.arch.checkpoint_index import MAX_HEADER
 from glm_lora.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -32,7 +33,6 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_MAX_HEADER = 100 * 2**20
 _SAMPLE = 2**20
 _DAMAGED = "Download this file again"
 
@@ -87,7 +87,7 @@ def open_file(path: Path) -> SafetensorsFile:
             size = os.fstat(file.fileno()).st_size
             raw_length = file.read(8)
             length = int.from_bytes(raw_length, "little")
-            if len(raw_length) < 8 or size < 8 + length or length > _MAX_HEADER:
+            if len(raw_length) < 8 or size < 8 + length or length > MAX_HEADER:
                 raise _damaged(path, f"{size:,} bytes cannot hold a header of {length:,} bytes")
             raw = file.read(length)
     except FileNotFoundError:

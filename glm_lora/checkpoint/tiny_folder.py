@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from glm_lora.arch.foreign import VISION_PREFIX
 from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import TINY, ModelSpec
 from glm_lora.checkpoint import tiny
-from glm_lora.checkpoint.convert import VISION_PREFIX, disk_names, from_memory
+from glm_lora.checkpoint.convert import disk_names, from_memory
 from glm_lora.checkpoint.files import (
     make_folder,
     new_partial,

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from glm_lora.arch.checkpoint_index import read_index
+from glm_lora.arch.foreign import VISION_PREFIX
 from glm_lora.arch.projections import Param, all_params
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.checkpoint.base_writer import read_chunk
-from glm_lora.checkpoint.convert import VISION_PREFIX, disk_names
+from glm_lora.checkpoint.convert import disk_names
 from glm_lora.checkpoint.files import (
     check_empty,
     free_bytes,
@@ -29,7 +31,7 @@ from glm_lora.checkpoint.files import (
     replace_folder,
     write_atomic,
 )
-from glm_lora.checkpoint.hf_reader import HfReader, read_index
+from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.hf_writer import PlannedTensor, planned, write_tensors
 from glm_lora.checkpoint.manifest import BaseManifest
 from glm_lora.checkpoint.progress import Progress, Report, silent

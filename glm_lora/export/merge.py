@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from glm_lora.checkpoint.hf_reader import BLOCK, INDEX_FILE, SCALE_SUFFIX, HfReader, scale_shape
+from glm_lora.arch.checkpoint_index import BLOCK, INDEX_FILE, SCALE_SUFFIX, scale_shape
+from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.hf_writer import PlannedTensor, write_shard
 from glm_lora.checkpoint.safetensors_file import SafetensorsFile, TensorEntry, read_rows
 from glm_lora.errors import ExportError

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
+from glm_lora.arch.agreement import first_layers_as
 from glm_lora.arch.checkpoint_index import CheckpointIndex, read_index, verify_sites
-from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import BUILTIN, ModelSpec, builtin, spec_from_dir
 from glm_lora.errors import ModelError
 
@@ -38,7 +38,7 @@ def known_model(name: str, hf_checkpoint: Path | None = None) -> KnownModel:
     spec = whole = spec_from_dir(hf_checkpoint)
     source = "config.json"
     if name in BUILTIN:
-        spec = _agreed(BUILTIN[name], whole, name, hf_checkpoint)
+        spec = first_layers_as(BUILTIN[name], whole, name, f"{hf_checkpoint}/config.json")
         source = "built in, as config.json says"
     index = read_index(hf_checkpoint)
     if index is not None:
@@ -59,26 +59,3 @@ def _same_layers(index: CheckpointIndex, spec: ModelSpec) -> None:
             f"{index.path} holds layer {beyond[-1]}, but config.json has {count} layers",
             f"layers 0 to {count - 1}, and {count} for the MTP layer",
         )
-
-
-def _agreed(ours: ModelSpec, theirs: ModelSpec, name: str, folder: Path) -> ModelSpec:
-    """``ours``, when the folder holds that model or a longer one that starts with it."""
-    longer = theirs.num_hidden_layers > ours.num_hidden_layers
-    start = theirs.first_layers(ours.num_hidden_layers) if longer else theirs
-    if _shapes(start) == _shapes(ours):
-        return ours
-    differing = [
-        f"{f.name} {getattr(start, f.name)} instead of {getattr(ours, f.name)}"
-        for f in fields(ours)
-        if f.name not in ("pad_token_id", "eos_token_ids")
-        and getattr(start, f.name) != getattr(ours, f.name)
-    ]
-    raise ModelError(
-        f"{folder}/config.json is not {name}: " + ", ".join(differing[:4]),
-        f"a checkpoint of {name}",
-        "Give the folder's own model another --model-name",
-    )
-
-
-def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    return {key: param.shape for key, param in all_params(spec).items()}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from glm_lora.arch.checkpoint_index import (
-    INDEX_NAME,
-    SINGLE_NAME,
+    INDEX_FILE,
+    SINGLE_FILE,
     CheckpointIndex,
     read_header,
     read_index,
@@ -42,7 +42,7 @@ def write(folder: Path, files: dict[str, dict[str, tuple[str, tuple[int, ...]]]]
     for name, content in files.items():
         shard(folder / name, content)
         weight_map.update(dict.fromkeys(content, name))
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
@@ -151,12 +151,12 @@ def test_an_index_that_names_the_wrong_shard(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_index(tmp_path: Path, text: bytes, says: str) -> None:
-    (tmp_path / INDEX_NAME).write_bytes(text)
+    (tmp_path / INDEX_FILE).write_bytes(text)
     refused(tmp_path, CheckpointError, says)
 
 
 def test_an_index_that_is_a_folder(tmp_path: Path) -> None:
-    (tmp_path / INDEX_NAME).mkdir()
+    (tmp_path / INDEX_FILE).mkdir()
     refused(tmp_path, CheckpointError, "cannot be read")
 
 
@@ -174,14 +174,14 @@ def test_an_index_that_is_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / SINGLE_NAME
+    path = tmp_path / SINGLE_FILE
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="no complete safetensors file"):
         read_header(path)
 
 
 def test_a_truncated_shard(tmp_path: Path) -> None:
-    path = tmp_path / SINGLE_NAME
+    path = tmp_path / SINGLE_FILE
     shard(path, {"a": ("U8", (10,))}, b"0123456789")
     assert read_header(path)["a"].shape == (10,)
     path.write_bytes(path.read_bytes()[:-1])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.synthetic_checkpoint import write_checkpoint
-from glm_lora.checkpoint.hf_reader import INDEX_FILE
+from glm_lora.arch.checkpoint_index import INDEX_FILE
 from glm_lora.checkpoint.prepare import prepare
 from glm_lora.checkpoint.torch_dist import TRACKER
 from glm_lora.errors import CheckpointError, ModelError
@@ -97,10 +97,13 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda hf: edit_index(hf, lambda m: m.pop(DENSE)),
         "holds .*down_proj.weight, which the index puts into no shard",
     ),
-    "index is no JSON": (lambda hf: (hf / INDEX_FILE).write_text("{"), "index.json cannot be used"),
+    "index is no JSON": (
+        lambda hf: (hf / INDEX_FILE).write_text("{"),
+        "index.json is not valid JSON",
+    ),
     "index leaves the folder": (
         lambda hf: edit_index(hf, lambda m: m.update({DENSE: "../x.safetensors"})),
-        r"names the shard '\.\./x",
+        r"down_proj\.weight to '\.\./x",
     ),
     "missing tensor": (
         lambda hf: rename(DENSE, "model.visual.extra", hf),
@@ -189,7 +192,7 @@ def test_more_layers_than_there_are(tmp_path: Path, hf: Path) -> None:
 
 
 def test_the_wrong_folder_for_a_built_in_name(tmp_path: Path, hf: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is not GLM-5\.3-Flash-4layer"):
+    with pytest.raises(ModelError, match=r"is not GLM-5\.3-Flash-4layer"):
         prepare(case(tmp_path, hf, model_name="GLM-5.3-Flash-4layer"))
 
 

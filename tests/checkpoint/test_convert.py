@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import Glm5NextForConditionalGeneration
 
 from benchmarks.synthetic_checkpoint import is_quantised, layer_of, write_checkpoint
+from glm_lora.arch.checkpoint_index import SCALE_SUFFIX
 from glm_lora.arch.projections import all_params
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.checkpoint import base_writer
 from glm_lora.checkpoint.convert import disk_names, from_memory, open_source, wanted_names
-from glm_lora.checkpoint.hf_reader import SCALE_SUFFIX, HfReader, dequantise_block
+from glm_lora.checkpoint.hf_reader import HfReader, dequantise_block
 from glm_lora.checkpoint.manifest import read_manifest
 from glm_lora.checkpoint.prepare import prepare
 from glm_lora.checkpoint.torch_dist import RELEASE, load_tensors, sharded_state_dict

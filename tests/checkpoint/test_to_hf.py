@@ -9,9 +9,10 @@ import torch
 from transformers import AutoTokenizer, Glm5NextForConditionalGeneration
 
 from benchmarks.synthetic_checkpoint import layer_of, write_checkpoint
+from glm_lora.arch.checkpoint_index import SCALE_SUFFIX
 from glm_lora.arch.spec import spec_from_dir
 from glm_lora.checkpoint import base_writer
-from glm_lora.checkpoint.hf_reader import SCALE_SUFFIX, HfReader
+from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.manifest import read_manifest
 from glm_lora.checkpoint.prepare import PrepareResult, prepare
 from glm_lora.checkpoint.to_hf import write_hf

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from glm_lora.arch.checkpoint_index import INDEX_NAME
+from glm_lora.arch.checkpoint_index import INDEX_FILE
 from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import ModelSpec
 
@@ -34,7 +34,7 @@ def write_model(folder: Path, spec: ModelSpec, *, index: bool = True) -> Path:
         weight_map.update(dict.fromkeys(header, shard))
         encoded = json.dumps(header).encode()
         (folder / shard).write_bytes(struct.pack("<Q", len(encoded)) + encoded)
-    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 

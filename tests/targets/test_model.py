@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from glm_lora.arch.checkpoint_index import INDEX_NAME
+from glm_lora.arch.checkpoint_index import INDEX_FILE
 from glm_lora.arch.spec import BUILTIN, FULL, TINY
 from glm_lora.config import SelectionConfig
 from glm_lora.errors import CheckpointError, ModelError
@@ -23,7 +23,7 @@ def test_the_three_sources_agree(model_folder, name: str) -> None:
     read = known_model("another name", folder)
     checked = known_model(name, folder)
     assert built_in.spec == read.spec == checked.spec
-    assert INDEX_NAME in checked.source and "trainable sites" in checked.source
+    assert INDEX_FILE in checked.source and "trainable sites" in checked.source
     texts = {
         run_targets(model_name=name, config=SelectionConfig(), hf_checkpoint=f, as_json=True)
         for f in (None, folder)
@@ -49,9 +49,9 @@ def test_a_slice_of_a_longer_checkpoint_needs_only_its_own_files(model_folder) -
 
 def test_every_file_of_the_index_must_be_there(model_folder) -> None:
     folder = model_folder(TINY)
-    index = json.loads((folder / INDEX_NAME).read_text())
+    index = json.loads((folder / INDEX_FILE).read_text())
     index["weight_map"]["model.visual.post_layernorm.weight"] = "vision.safetensors"
-    (folder / INDEX_NAME).write_text(json.dumps(index))
+    (folder / INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"names vision\.safetensors"):
         known_model("tiny", folder)
 
@@ -66,10 +66,10 @@ def test_an_index_with_more_layers_than_the_config(model_folder) -> None:
 
 def test_the_mtp_layer_may_follow_the_last(model_folder) -> None:
     folder = model_folder(FULL)
-    index = json.loads((folder / INDEX_NAME).read_text())
+    index = json.loads((folder / INDEX_FILE).read_text())
     name = "model.language_model.layers.45.eh_proj.weight"
     index["weight_map"][name] = "model-00044.safetensors"
-    (folder / INDEX_NAME).write_text(json.dumps(index))
+    (folder / INDEX_FILE).write_text(json.dumps(index))
     assert known_model("GLM-5.3-Flash", folder).spec == FULL
 
 
@@ -107,8 +107,8 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_broken_index_stops_the_command(model_folder) -> None:
     folder = model_folder(TINY)
-    text = (folder / INDEX_NAME).read_text()
-    (folder / INDEX_NAME).write_text(text[: len(text) // 2])
+    text = (folder / INDEX_FILE).read_text()
+    (folder / INDEX_FILE).write_text(text[: len(text) // 2])
     with pytest.raises(CheckpointError, match="not valid JSON") as error:
         run_targets(model_name="tiny", config=SelectionConfig(), hf_checkpoint=folder)
     assert error.value.exit_code == 2
