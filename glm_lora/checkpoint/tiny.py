@@ -9,14 +9,15 @@ learning then uses: its reward wants the digit itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from glm_lora.arch.spec import TINY, ModelSpec
 from glm_lora.checkpoint.files import write_atomic
+from glm_lora.checkpoint.hf_config import text_config, vision_config
+from glm_lora.checkpoint.progress import Progress, Report, silent
 from glm_lora.model.hf_hooks import fit_kda_chunks
 
 if TYPE_CHECKING:
@@ -35,20 +36,6 @@ BATCH = 64
 LEARNING_RATE = 3e-3
 LABEL_NOISE = 0.1
 
-VISION_CONFIG: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "intermediate_size": 32,
-    "out_hidden_size": 64,
-    "projection_intermediate_size": 32,
-    "image_size": 28,
-}
-"""One small block: the tower is frozen and never runs, but its tensors are on disk as in GLM."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done and how much there is."""
-
 
 def answer(digit: int, mark: str) -> int:
     """The right digit for a clear mark (``+``, ``-`` or ``=``)."""
@@ -60,25 +47,6 @@ def encode(text: str) -> list[int]:
     return [FIRST_CHARACTER + CHARACTERS.index(c) for c in text]
 
 
-def text_config(spec: ModelSpec) -> dict[str, Any]:
-    """The ``text_config`` of ``spec`` as transformers and SGLang read it."""
-    values = asdict(spec)
-    eos = values.pop("eos_token_ids")
-    values.update(
-        mlp_layer_types=list(spec.mlp_layer_types),
-        num_key_value_heads=spec.num_attention_heads,
-        eos_token_id=eos[0] if len(eos) == 1 else list(eos),
-        # SGLang serves without hyper-connections and without the pool compressor unless told.
-        mhc=True,
-        index_kpool_compress=True,
-    )
-    # Releases of transformers spell the types differently, but agree on the default pattern.
-    del values["layer_types"]
-    if spec.layer_types != ModelSpec(num_hidden_layers=spec.num_hidden_layers).layer_types:
-        values["layer_types"] = list(spec.layer_types)
-    return values
-
-
 def build_model(spec: ModelSpec = TINY, seed: int = 0) -> torch.nn.Module:
     """A random transformers ``Glm5NextForConditionalGeneration`` of ``spec`` in fp32."""
     import torch
@@ -86,7 +54,7 @@ def build_model(spec: ModelSpec = TINY, seed: int = 0) -> torch.nn.Module:
 
     config = Glm5NextConfig(
         text_config=text_config(spec),  # pyright: ignore[reportCallIssue]
-        vision_config=dict(VISION_CONFIG, out_hidden_size=spec.hidden_size),  # pyright: ignore[reportCallIssue]
+        vision_config=vision_config(spec),  # pyright: ignore[reportCallIssue]
         language_model_only=True,  # pyright: ignore[reportCallIssue]
     )
     with torch.random.fork_rng(devices=[]):
@@ -99,7 +67,7 @@ def build_model(spec: ModelSpec = TINY, seed: int = 0) -> torch.nn.Module:
 def pretrain(
     model: torch.nn.Module,
     seed: int,
-    progress: Progress | None = None,
+    report: Report = silent,
     learning_rate: float = LEARNING_RATE,
 ) -> float:
     """Train ``model`` on the toy with next-token prediction; returns the last step's loss.
@@ -130,8 +98,7 @@ def pretrain(
             torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
             optimizer.step()
             loss_value = float(loss.detach())
-            if progress is not None:
-                progress("pre-training", step + 1, STEPS)
+            report(Progress("pre-training", step + 1, STEPS, "steps"))
         model.eval()
     return loss_value
 

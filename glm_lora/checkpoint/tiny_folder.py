@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,17 @@ from glm_lora.arch.spec import TINY, ModelSpec
 from glm_lora.checkpoint import tiny
 from glm_lora.checkpoint.convert import disk_names, from_memory
 from glm_lora.checkpoint.files import (
+    NOTES_FILE,
+    built_folder,
     make_folder,
-    new_partial,
-    replace_folder,
     write_atomic,
     write_errors,
 )
+from glm_lora.checkpoint.hf_config import SGLANG_KEYS
 from glm_lora.checkpoint.hf_writer import planned, write_tensors
-from glm_lora.checkpoint.progress import Progress, Report, silent
+from glm_lora.checkpoint.progress import Report, silent
 from glm_lora.errors import CheckpointError
 
-MARKER = "glm_lora.json"
 RECIPE = 1
 """Raised when the toy or its pre-training changes, so that older folders are told apart."""
 
@@ -56,7 +55,7 @@ def is_made(folder: Path, seed: int) -> bool:
 def read_marker(folder: Path) -> dict[str, Any] | None:
     """The marker of a folder that prepare made, or None."""
     try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        marker = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return None
     known = isinstance(marker, dict) and {"recipe", "seed", "files"} <= marker.keys()
@@ -74,16 +73,10 @@ def make_tiny(folder: Path, seed: int, report: Report = silent) -> None:
     """
     with write_errors(folder.parent):
         make_folder(folder.parent)
-        partial = new_partial(folder)
-        try:
+        with built_folder(folder) as partial:
             model = tiny.build_model(seed=seed)
-            tiny.pretrain(
-                model, seed, lambda *step: report(Progress(step[0], step[1], step[2], "steps"))
-            )
+            tiny.pretrain(model, seed, report)
             write_folder(partial, model, seed)
-            replace_folder(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_folder(folder: Path, model: Any, seed: int, spec: ModelSpec = TINY) -> None:
@@ -104,7 +97,7 @@ def write_folder(folder: Path, model: Any, seed: int, spec: ModelSpec = TINY) ->
     config["architectures"] = [type(model).__name__]
     # SGLang then asks for no image processor.
     config["language_model_only"] = True
-    config["text_config"] |= {"mhc": True, "index_kpool_compress": True}
+    config["text_config"] |= SGLANG_KEYS
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
     generation = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD, "do_sample": True}
     write_atomic(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
@@ -115,4 +108,4 @@ def write_folder(folder: Path, model: Any, seed: int, spec: ModelSpec = TINY) ->
         "seed": seed,
         "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
     }
-    write_atomic(folder / MARKER, json.dumps(marker, indent=2) + "\n")
+    write_atomic(folder / NOTES_FILE, json.dumps(marker, indent=2) + "\n")

@@ -143,7 +143,9 @@ _NEEDED = {"mhc": True, "index_kpool_compress": True, "num_nextn_predict_layers"
 def serving_view(checkpoint: Path, folder: Path) -> Path:
     """A folder that SGLang can serve: links to the checkpoint's files and a completed config.
 
-    SGLang serves a checkpoint whose ``text_config`` has no ``mhc`` without its hyper-connections.
+    SGLang serves a checkpoint whose ``text_config`` has no ``mhc`` without its hyper-connections,
+    and takes its ``architectures`` for the model's even when they are null, as some versions of
+    transformers write them.
 
     Returns:
         ``checkpoint`` itself where its ``config.json`` is complete, else ``folder``.
@@ -158,9 +160,12 @@ def serving_view(checkpoint: Path, folder: Path) -> Path:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
         raise ConfigError(f"{path} cannot be served: {error!r}", "a glm5_next config") from error
     missing = {k: v for k, v in _NEEDED.items() if k not in text}
-    if not missing:
+    unnamed = text.get("architectures", ()) is None
+    if not missing and not unnamed:
         return checkpoint
     text.update(missing)
+    if unnamed:
+        del text["architectures"]
     # Without a processor's files the server must not build one.
     config.setdefault("language_model_only", True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 from glm_lora.arch.spec import TINY
+from glm_lora.checkpoint import tiny
+from glm_lora.checkpoint.base_build import build_base, plan_base
+from glm_lora.checkpoint.random_init import RandomSource
+from glm_lora.checkpoint.tiny_folder import write_folder
+from glm_lora.checkpoint.to_hf import write_hf
 from glm_lora.export.sglang import export_sglang
 from glm_lora.rollout.sglang_plugin.widths import MODULES, module_names
 from glm_lora.rollout.sglang_server import serving_view
@@ -76,6 +81,60 @@ def test_spoiled_adapters_are_refused_at_load(result, kind, message):
     success, reason = result["refused"][kind]
     assert success is False
     assert message in reason
+
+
+MODEL_CONFIG = """
+import json, sys
+from sglang.srt.configs.model_config import ModelConfig
+config = ModelConfig(model_path=sys.argv[1])
+text = config.hf_text_config
+print("RESULT " + json.dumps({
+    "architectures": config.hf_config.architectures, "hidden": config.hidden_size, "mhc": text.mhc,
+}))
+"""
+
+
+def written_by_prepare(folder: Path) -> Path:
+    """What ``prepare --model-name tiny`` leaves, not yet pre-trained."""
+    folder.mkdir()
+    write_folder(folder, tiny.build_model(TINY), 0, TINY)
+    return folder
+
+
+def written_by_to_hf(folder: Path) -> Path:
+    """What ``prepare --init random --to-hf`` writes."""
+    source = RandomSource(0)
+    manifest = build_base(plan_base(folder / "base", TINY, source, source.describe()))
+    write_hf(folder / "base", manifest, None, folder / "hf")
+    return folder / "hf"
+
+
+def nulls_as_written(folder: Path) -> Path:
+    """The same with every null that transformers' own configuration holds (5.17 writes them)."""
+    written_by_prepare(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["architectures"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("write", [written_by_prepare, written_by_to_hf, nulls_as_written])
+def test_sglang_reads_the_configuration_of_every_checkpoint_made_here(write, tmp_path):
+    view = serving_view(write(tmp_path / "checkpoint"), tmp_path / "view")
+    done = subprocess.run(
+        [str(PYTHON), "-c", MODEL_CONFIG, str(view)],
+        env={**os.environ, **CPU_ENV},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), "")
+    assert line, done.stderr[-3000:]
+    assert json.loads(line.removeprefix("RESULT ")) == {
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "hidden": TINY.hidden_size,
+        "mhc": True,
+    }
 
 
 def test_the_plugin_is_installed_there_without_our_pins():

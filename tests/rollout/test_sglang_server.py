@@ -125,6 +125,10 @@ def test_serving_view_completes_the_config_and_links_the_rest(options, tmp_path)
     assert (view / "model.safetensors").resolve() == options.checkpoint / "model.safetensors"
     assert serving_view(options.checkpoint, tmp_path / "view") == view, "twice is fine"
     assert serving_view(view, tmp_path / "other") == view, "a complete one is served as it is"
+    text = {**config["text_config"], "architectures": None}
+    (options.checkpoint / "config.json").write_text(json.dumps({"text_config": text}))
+    view = serving_view(options.checkpoint, tmp_path / "nameless")
+    assert "architectures" not in json.loads((view / "config.json").read_text())["text_config"]
     (options.checkpoint / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be served"):
         serving_view(options.checkpoint, tmp_path / "third")
