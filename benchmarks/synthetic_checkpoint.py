@@ -20,10 +20,10 @@ from glm_lora.arch.checkpoint_index import INDEX_FILE, SCALE_SUFFIX, scale_shape
 from glm_lora.arch.projections import LAYERS_PREFIX, Param, all_params
 from glm_lora.arch.spec import DSA, SPARSE, ModelSpec
 from glm_lora.checkpoint.convert import disk_names
+from glm_lora.checkpoint.hf_config import text_config, vision_config
 from glm_lora.checkpoint.hf_writer import PlannedTensor, planned, write_shard
 from glm_lora.checkpoint.random_init import fill_random
-from glm_lora.checkpoint.tiny import text_config
-from glm_lora.checkpoint.to_hf import random_vision, vision_config
+from glm_lora.checkpoint.to_hf import random_vision
 
 QUANTISED = re.compile(
     r"\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa)\.weight$|\.mlp\..*(gate|up|down)_proj\.weight$"

@@ -29,8 +29,8 @@ from glm_lora.arch.spec import ModelSpec
 from glm_lora.checkpoint import base_writer, ranks
 from glm_lora.checkpoint.base_writer import BaseSource, Part
 from glm_lora.checkpoint.files import (
+    check_space,
     exclusive,
-    free_bytes,
     make_folder,
     replace_folder,
     sync_folder,
@@ -153,14 +153,8 @@ def _start(plan: BasePlan) -> None:
     if not done and plan.partial.exists():
         shutil.rmtree(plan.partial)
     needed = plan.nbytes - sum(part.nbytes for part in done)
-    free = free_bytes(plan.ref_load)
-    if needed > free:
-        raise CheckpointError(
-            f"the base needs {needed / 1e9:.1f} GB and the disk of {plan.ref_load} has "
-            f"{free / 1e9:.1f} GB free",
-            "enough free space",
-            "Free some space, or name another disk with --ref-load",
-        )
+    more = "Free some space, or name another disk with --ref-load"
+    check_space(plan.ref_load, needed, "the base", more)
     if not done:
         plan.partial.mkdir(exist_ok=True)
         write_atomic(plan.partial / PLAN_FILE, json.dumps({"identity": plan.identity()}))

@@ -13,6 +13,8 @@ from pathlib import Path
 from glm_lora.errors import CheckpointError
 
 PARTIAL = ".partial"
+NOTES_FILE = "glm_lora.json"
+"""What we note in a Hugging Face folder: how far a download is, or how the folder was made."""
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -56,6 +58,17 @@ def new_partial(target: Path) -> Path:
     partial = target.with_name(f"{target.name}{PARTIAL}{os.getpid()}")
     partial.mkdir()
     return partial
+
+
+@contextmanager
+def built_folder(target: Path) -> Iterator[Path]:
+    """A folder that takes the name and place of ``target`` when the block ends well."""
+    partial = new_partial(target)
+    try:
+        yield partial
+        replace_folder(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
@@ -129,6 +142,22 @@ def existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
+
+
+def check_space(folder: Path, nbytes: int, what: str, next_step: str = "") -> None:
+    """Refuse to write more than fits.
+
+    Raises:
+        CheckpointError: The disk of ``folder`` has less than ``nbytes`` free.
+    """
+    free = free_bytes(folder)
+    if nbytes > free:
+        raise CheckpointError(
+            f"{what} needs {nbytes / 1e9:.1f} GB and the disk of {folder} has "
+            f"{free / 1e9:.1f} GB free",
+            "enough free space",
+            next_step,
+        )
 
 
 def check_empty(folder: Path) -> None:

@@ -17,13 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from glm_lora.checkpoint.files import free_bytes, make_folder, write_atomic, write_errors
+from glm_lora.checkpoint.files import (
+    NOTES_FILE,
+    check_space,
+    make_folder,
+    write_atomic,
+    write_errors,
+)
 from glm_lora.checkpoint.progress import Progress, Report
 from glm_lora.errors import CheckpointError
 
 ATTEMPTS = 5
 """Tries per file; the hub's client makes several of its own in each."""
-STATE_FILE = "glm_lora.json"
 _CHUNK = 2**22
 
 
@@ -98,13 +103,8 @@ def download(
     wanted = [remote.files[name] for name in names]
     checked = _checked(folder, remote)
     left = [file for file in wanted if file.name not in checked]
-    needed, free = sum(file.size for file in left), free_bytes(folder)
-    if needed > free:
-        raise CheckpointError(
-            f"{remote.repo} needs {needed / 1e9:.1f} GB more and the disk of {folder} has "
-            f"{free / 1e9:.1f} GB free",
-            "enough free space",
-        )
+    needed = sum(file.size for file in left)
+    check_space(folder, needed, f"what is left of {remote.repo}")
     make_folder(folder)
     done, total = sum(f.size for f in wanted) - needed, sum(f.size for f in wanted)
 
@@ -118,19 +118,19 @@ def download(
             path = _fetch(remote, file.name, folder, arrived)
             _check(remote, file, path)
             checked[file.name] = path.stat().st_size
-            write_atomic(folder / STATE_FILE, _state(remote, checked, state))
+            write_atomic(folder / NOTES_FILE, _state(remote, checked, state))
 
 
 def finish(remote: RemoteRepo, folder: Path, state: Mapping[str, Any]) -> None:
     """Mark a download as complete, after everything else about the folder is written."""
     checked = _checked(folder, remote)
-    write_atomic(folder / STATE_FILE, _state(remote, checked, {**state, "complete": True}))
+    write_atomic(folder / NOTES_FILE, _state(remote, checked, {**state, "complete": True}))
 
 
 def is_unfinished(folder: Path) -> bool:
     """Whether an earlier download into ``folder`` was interrupted."""
     try:
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return False
     return "commit" in state and not state.get("complete")
@@ -150,7 +150,7 @@ def _state(remote: RemoteRepo, checked: Mapping[str, int], state: Mapping[str, A
 def _checked(folder: Path, remote: RemoteRepo) -> dict[str, int]:
     """Files of an earlier call for the same commit that are still there in full."""
     try:
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads((folder / NOTES_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return {}
     if state.get("commit") != remote.commit:

@@ -14,17 +14,16 @@ from glm_lora.arch.spec import BUILTIN, ModelSpec, spec_from_config, spec_from_d
 from glm_lora.checkpoint import hub
 from glm_lora.checkpoint.base_writer import BaseSource
 from glm_lora.checkpoint.convert import HfSource, open_source, skip_reason, wanted_names
-from glm_lora.checkpoint.files import write_atomic
+from glm_lora.checkpoint.files import NOTES_FILE, write_atomic
+from glm_lora.checkpoint.hf_config import SMALL_FILES, cut_config
 from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.progress import Report
 from glm_lora.checkpoint.random_init import RandomSource
-from glm_lora.checkpoint.to_hf import cut_config
 from glm_lora.config import PrepareConfig
 from glm_lora.errors import CheckpointError
 
 DATASETS = {"dapo-math-17k": "zhuzilin/dapo-math-17k", "gsm8k": "zhuzilin/gsm8k"}
 _ROWS = (".jsonl", ".parquet")
-_SMALL = (".json", ".jinja", ".txt", ".model")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def find_origin(config: PrepareConfig) -> Origin:
     if local and not hub.is_unfinished(folder):
         spec = _cut(spec_from_dir(folder), config, f"{folder}/config.json")
         return Origin(spec, folder, None, (f"read {folder}",))
-    if folder.exists() and any(folder.iterdir()) and not (folder / hub.STATE_FILE).exists():
+    if folder.exists() and any(folder.iterdir()) and not (folder / NOTES_FILE).exists():
         raise CheckpointError(
             f"{folder} holds no config.json but other files",
             "a Hugging Face checkpoint, or an empty folder to download to",
@@ -130,7 +129,9 @@ def _remote(config: PrepareConfig) -> Origin:
     small = [
         name
         for name in remote.files
-        if "/" not in name and name.endswith(_SMALL) and name not in ("config.json", INDEX_FILE)
+        if "/" not in name
+        and name.endswith(SMALL_FILES)
+        and name not in ("config.json", INDEX_FILE)
     ]
     names = (*sorted(small), *shards)
     download = Download(remote, names, cut_config(parsed, spec.num_hidden_layers), weight_map)

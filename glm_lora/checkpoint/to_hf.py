@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +24,19 @@ from glm_lora.arch.spec import ModelSpec
 from glm_lora.checkpoint.base_writer import read_chunk
 from glm_lora.checkpoint.convert import disk_names
 from glm_lora.checkpoint.files import (
+    NOTES_FILE,
+    built_folder,
     check_empty,
-    free_bytes,
+    check_space,
     make_folder,
-    new_partial,
-    replace_folder,
     write_atomic,
 )
+from glm_lora.checkpoint.hf_config import SMALL_FILES, cut_config, text_config, vision_config
 from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.hf_writer import PlannedTensor, planned, write_tensors
 from glm_lora.checkpoint.manifest import BaseManifest
 from glm_lora.checkpoint.progress import Progress, Report, silent
-from glm_lora.checkpoint.tiny import VISION_CONFIG, text_config
 from glm_lora.checkpoint.torch_dist import release_folder
-from glm_lora.errors import CheckpointError
-
-_CUT_LISTS = ("layer_types", "mlp_layer_types", "indexer_types")
-_SMALL_FILES = (".json", ".jinja", ".txt", ".model")
-
-
-def cut_config(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A ``config.json`` for the first ``layers`` layers, without a multi-token-prediction layer."""
-    result = dict(config)
-    text = dict(result.get("text_config", result))
-    text["num_hidden_layers"] = layers
-    text |= {k: text[k][:layers] for k in _CUT_LISTS if isinstance(text.get(k), list)}
-    if "num_nextn_predict_layers" in text:
-        text["num_nextn_predict_layers"] = 0
-    if "text_config" in result:
-        return result | {"text_config": text}
-    return text
 
 
 def write_hf(
@@ -78,15 +61,9 @@ def write_hf(
     """
     check_empty(target)
     tensors = [*_text_tensors(ref_load, manifest), *_vision(source, manifest.spec)]
-    total, free = sum(t.nbytes for t in tensors), free_bytes(target)
-    if total > free:
-        raise CheckpointError(
-            f"the checkpoint needs {total / 1e9:.1f} GB and the disk of {target} has "
-            f"{free / 1e9:.1f} GB free",
-            "enough free space",
-        )
+    total = sum(t.nbytes for t in tensors)
+    check_space(target, total, "the checkpoint")
     make_folder(target.parent)
-    partial = new_partial(target)
     done = 0
 
     def wrote(nbytes: int) -> None:
@@ -94,15 +71,12 @@ def write_hf(
         done += nbytes
         report(Progress("writing", done, total, "bytes"))
 
-    try:
+    with built_folder(target) as partial:
         write_tensors(partial, tensors, wrote=wrote)
         config = _config(source, manifest.spec)
         write_atomic(partial / "config.json", json.dumps(config, indent=2) + "\n")
         for path in _carried_over(source):
             shutil.copyfile(path, partial / path.name)
-        replace_folder(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _text_tensors(ref_load: Path, manifest: BaseManifest) -> list[PlannedTensor]:
@@ -177,11 +151,6 @@ def random_vision(spec: ModelSpec) -> dict[str, torch.Tensor]:
     return {VISION_PREFIX + name: value for name, value in tower.bfloat16().state_dict().items()}
 
 
-def vision_config(spec: ModelSpec) -> dict[str, Any]:
-    """The ``vision_config`` of that small tower."""
-    return dict(VISION_CONFIG, out_hidden_size=spec.hidden_size)
-
-
 def _config(source: Path | None, spec: ModelSpec) -> dict[str, Any]:
     if source is None:
         return {
@@ -203,12 +172,12 @@ def _carried_over(source: Path | None) -> list[Path]:
     """Tokenizer and generation files; weights, index, config and our own notes are not."""
     if source is None:
         return []
-    own = ("config.json", "glm_lora.json")
+    own = ("config.json", NOTES_FILE)
     return [
         path
         for path in sorted(source.iterdir())
         if path.is_file()
-        and path.name.endswith(_SMALL_FILES)
+        and path.name.endswith(SMALL_FILES)
         and path.name not in own
         and "safetensors" not in path.name
     ]

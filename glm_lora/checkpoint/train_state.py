@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from glm_lora.checkpoint.files import (
+    PARTIAL,
     free_bytes,
     make_folder,
     replace_folder,
@@ -39,7 +40,6 @@ from glm_lora.errors import CheckpointError
 from glm_lora.model.parallel import ParallelContext
 
 STATE_FILE = "state.json"
-PARTIAL = ".partial"
 SCHEMA = 1
 _FULL = 2**20
 """A disk with fewer free bytes counts as full."""

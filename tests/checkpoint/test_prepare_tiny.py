@@ -130,7 +130,7 @@ def test_dry_run_touches_nothing(tmp_path: Path) -> None:
 
 def test_full_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "ckpt" / "tiny_torch_dist" / TRACKER).unlink()
-    monkeypatch.setattr("glm_lora.checkpoint.base_build.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("glm_lora.checkpoint.files.free_bytes", lambda folder: 1000)
     with pytest.raises(CheckpointError, match=r"needs .* GB and the disk of"):
         prepare(tiny_config(root))
 
