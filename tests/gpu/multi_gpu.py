@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import gc
 import importlib.metadata
 import json
@@ -45,8 +46,11 @@ from tests.gpu.parts import (  # noqa: E402
 )
 
 Part = Callable[[], Outcome]
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=2)
-"""Kernels may compile for a minute on one rank while others wait."""
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=5)
+"""Kernels may compile and be tuned for minutes on one rank while others wait."""
+STACKS_AFTER = 240
+"""Seconds after which every rank prints where it is, and again after as many: a part that takes so
+long compiles or hangs, and the stacks tell which."""
 
 
 class Record:
@@ -113,8 +117,8 @@ def parts(options: argparse.Namespace, device: torch.device) -> dict[str, Part]:
         f"slice {name}": lambda config=config: train_slice(run, config, device)
         for name, config in slices.items()
     }
-    found = fp32 | sliced | bf16
-    found["adapter"] = lambda: gather_adapter(options.adapter_of, run.recipe, device)
+    adapter = {"adapter": lambda: gather_adapter(options.adapter_of, run.recipe, device)}
+    found = fp32 | adapter | sliced | bf16
     if device.type == "cuda":
         found["kda kernel"] = lambda: check_kda(device, (70, 1, 640, 257, 1080))
     return found
@@ -135,6 +139,7 @@ def run_parts(options: argparse.Namespace, record: Record, todo: dict[str, Part]
         if action != "run":
             continue
         record.put(name, status="running")
+        faulthandler.dump_traceback_later(STACKS_AFTER, repeat=True)
         start = time.time()
         try:
             outcome = part()
@@ -144,6 +149,7 @@ def run_parts(options: argparse.Namespace, record: Record, todo: dict[str, Part]
             # An orderly exit could wait for the other ranks, which may wait for this one.
             sys.stderr.flush()
             os._exit(1)
+        faulthandler.cancel_dump_traceback_later()
         record.put(
             name,
             status="passed" if outcome.passed else "failed",
