@@ -98,6 +98,8 @@ def write_folder(folder: Path, model: Any, seed: int, spec: ModelSpec = TINY) ->
     # SGLang then asks for no image processor.
     config["language_model_only"] = True
     config["text_config"] |= SGLANG_KEYS
+    # A null of some versions of transformers, which SGLang would take for the model's own.
+    config["text_config"].pop("architectures", None)
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
     generation = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD, "do_sample": True}
     write_atomic(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
