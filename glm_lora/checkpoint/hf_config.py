@@ -23,6 +23,7 @@ _VISION: dict[str, Any] = {
     "out_hidden_size": 64,
     "projection_intermediate_size": 32,
     "image_size": 28,
+    "swiglu_limit": 10.0,
 }
 """One small block: the tower is frozen and never runs, but its tensors are on disk as in GLM."""
 
