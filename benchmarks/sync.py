@@ -23,13 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import builtin
 from glm_lora.fingerprint import fingerprint_tensors
+from glm_lora.lora.serving import padded_tensors, serving_config, total_bytes
 from glm_lora.protocols import AdapterState
 from glm_lora.rollout.sglang_payload import (
-    padded_tensors,
     request_with_bytes,
     request_with_folder,
-    serving_config,
-    total_bytes,
 )
 from glm_lora.sync.verify import check_fused, check_state
 from glm_lora.targets.selection import make_selection

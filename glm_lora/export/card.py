@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from glm_lora import __version__
+from glm_lora.lora.serving import plain_number
 from glm_lora.protocols import AdapterState
-from glm_lora.rollout.sglang_payload import plain_number
 
 CARD_FILE = "README.md"
 _LOADING = {

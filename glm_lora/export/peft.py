@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from glm_lora.arch.projections import LAYERS_PREFIX
 from glm_lora.export.folder import new_folder
+from glm_lora.lora.serving import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_config,
+    padded_tensors,
+    total_bytes,
+)
 from glm_lora.protocols import AdapterState
-from glm_lora.rollout.sglang_payload import padded_tensors, plain_number, total_bytes
 from glm_lora.sync.verify import check_state
 from glm_lora.targets.selection import Selection
 
 if TYPE_CHECKING:
     import torch
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 SELECTION_FILE = "selection.json"
 KEY_PREFIX = "base_model.model."
 """PEFT's prefix of every tensor name."""
@@ -48,17 +52,8 @@ def target_pattern(selection: Selection) -> str:
 def peft_config(selection: Selection, base_model: str) -> dict[str, Any]:
     """``adapter_config.json`` as PEFT reads it."""
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": selection.rank,
-        "lora_alpha": plain_number(selection.alpha),
-        "lora_dropout": selection.dropout,
-        "target_modules": target_pattern(selection),
-        "bias": "none",
+        **adapter_config(selection, base_model, target_pattern(selection)),
         "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
         "inference_mode": True,
     }
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from glm_lora.export.peft import write_adapter
 from glm_lora.fingerprint import fingerprint_tensors
+from glm_lora.lora.serving import padded_tensors, serving_config
 from glm_lora.protocols import AdapterState
-from glm_lora.rollout.sglang_payload import padded_tensors, serving_config
 from glm_lora.rollout.sglang_plugin import DIGEST_KEY
 from glm_lora.sync.verify import check_fused, check_state
 

@@ -10,8 +10,9 @@ from glm_lora.checkpoint.train_state import LocalTensor, latest_checkpoint, load
 from glm_lora.config import TrainConfig, from_toml
 from glm_lora.errors import CheckpointError, ConfigError
 from glm_lora.export.card import CardFacts
-from glm_lora.export.load import CONFIG_FILE, load_adapter
+from glm_lora.export.load import load_adapter
 from glm_lora.fingerprint import fingerprint_tensors
+from glm_lora.lora.serving import CONFIG_FILE
 from glm_lora.protocols import AdapterState
 from glm_lora.report.run_folder import (
     BASE_FILE,

@@ -20,6 +20,7 @@ import transformers
 from glm_lora.arch.projections import trainable_sites
 from glm_lora.errors import RolloutError, SyncError
 from glm_lora.fingerprint import fingerprint_tensors
+from glm_lora.lora.serving import total_bytes
 from glm_lora.protocols import (
     BASE,
     AdapterRef,
@@ -96,7 +97,7 @@ class EmbeddedEngine:
             ref=self._loaded,
             digest=fingerprint_tensors(held),
             num_tensors=len(held),
-            bytes=sum(t.numel() * t.element_size() for t in held.values()),
+            bytes=total_bytes(held),
             seconds=time.perf_counter() - start,
         )
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 from glm_lora.errors import RolloutError, RunError, SyncError
 from glm_lora.fingerprint import fingerprint_tensors
+from glm_lora.lora.serving import padded_tensors, serving_config
 from glm_lora.protocols import AdapterState
 from glm_lora.rollout.sglang_client import UNLOAD_ROUTE, VERSION_ROUTE, Refused, SglangClient
 from glm_lora.rollout.sglang_info import ServerInfo, read_info
@@ -26,10 +27,8 @@ from glm_lora.rollout.sglang_payload import (
     STREAM_ROUTE,
     TENSORS_ROUTE,
     LoadRequest,
-    padded_tensors,
     request_with_bytes,
     request_with_folder,
-    serving_config,
     stream_request,
     tensor_checksums,
 )

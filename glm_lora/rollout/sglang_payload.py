@@ -1,9 +1,4 @@
-"""An adapter as SGLang takes it: one rank for all sites, plain bytes, checksums.
-
-SGLang reads ``r`` and ``lora_alpha`` only and serves every site with ``alpha / r``; ranks per site
-are ignored silently. So every adapter leaves the trainer zero-padded to its largest rank, with the
-alpha that keeps ``alpha / rank`` on every site.
-"""
+"""Requests that load an adapter into SGLang: plain bytes, checksums, one copy per rank."""
 
 from __future__ import annotations
 
@@ -16,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm_lora.fingerprint import record_of
-from glm_lora.protocols import AdapterState
-from glm_lora.targets.selection import Selection
+from glm_lora.lora.serving import CONFIG_FILE, WEIGHTS_FILE, total_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -26,53 +20,6 @@ if TYPE_CHECKING:
 TENSORS_ROUTE = "/load_lora_adapter_from_tensors"
 FOLDER_ROUTE = "/load_lora_adapter"
 STREAM_ROUTE = "/update_weights_from_tensor"
-
-
-def padded_tensors(state: AdapterState) -> dict[str, torch.Tensor]:
-    """The tensors of ``state`` with every rank zero-padded to the selection's largest.
-
-    Padding A with zero rows and B with zero columns leaves ``B A`` unchanged. Tensors that have
-    the largest rank already are the same objects.
-
-    Returns:
-        Serving key to A ``[rank, in]`` or B ``[out, rank]``, in the selection's order.
-    """
-    from torch.nn.functional import pad
-
-    rank = state.selection.rank
-    padded: dict[str, torch.Tensor] = {}
-    for adapter in state.selection.adapters:
-        a, b = state.tensors[adapter.a_key], state.tensors[adapter.b_key]
-        extra = rank - adapter.rank
-        padded[adapter.a_key] = pad(a, (0, 0, 0, extra)) if extra else a
-        padded[adapter.b_key] = pad(b, (0, extra)) if extra else b
-    return padded
-
-
-def serving_config(selection: Selection, base_model: str) -> dict[str, Any]:
-    """``adapter_config.json`` for engines that read leaf names (SGLang, vLLM)."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": selection.rank,
-        "lora_alpha": plain_number(selection.alpha),
-        "lora_dropout": selection.dropout,
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-        "target_modules": sorted({a.site.leaf for a in selection.adapters}),
-    }
-
-
-def plain_number(value: float) -> float | int:
-    """``value`` as a whole number where it is one (readers of the file expect 32, not 32.0)."""
-    return int(value) if float(value).is_integer() else value
-
-
-def total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of all tensors together."""
-    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 @dataclass(frozen=True)
@@ -202,7 +149,7 @@ def request_with_folder(
 
     folder.mkdir(parents=True)
     contiguous = {key: t.contiguous() for key, t in tensors.items()}
-    save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+    save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(dict(config)), encoding="utf-8")
     body = json.dumps({"lora_name": name, "lora_path": str(folder)}).encode()
     return LoadRequest(FOLDER_ROUTE, name, (body,), len(tensors), total_bytes(tensors))

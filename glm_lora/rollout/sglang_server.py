@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from glm_lora.checkpoint.hf_config import SGLANG_KEYS
 from glm_lora.errors import ConfigError, RolloutError
 from glm_lora.targets.selection import Selection
 
@@ -136,7 +137,7 @@ def passed_flags(arguments: Sequence[str]) -> tuple[str, ...]:
     return tuple(flags)
 
 
-_NEEDED = {"mhc": True, "index_kpool_compress": True, "num_nextn_predict_layers": 0}
+_NEEDED = {**SGLANG_KEYS, "num_nextn_predict_layers": 0}
 """What SGLang reads from ``text_config`` and transformers does not write."""
 
 

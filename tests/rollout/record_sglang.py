@@ -18,7 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from glm_lora.rollout.sglang_payload import request_with_bytes, serving_config, stream_request
+from glm_lora.lora.serving import serving_config
+from glm_lora.rollout.sglang_payload import request_with_bytes, stream_request
 from tests.rollout.sglang_support import llama_selection
 from tests.tiny_checkpoint import random_state
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from glm_lora.errors import RolloutError, SyncError
+from glm_lora.lora.serving import serving_config
 from glm_lora.protocols import BASE, AdapterRef, Finish, Request, SamplingParams
 from glm_lora.rollout import sglang_server
 from glm_lora.rollout.sglang import SglangEngine
 from glm_lora.rollout.sglang_adapters import REGISTER_ROUTE, ROUTES, StreamedApi
 from glm_lora.rollout.sglang_client import SglangClient
 from glm_lora.rollout.sglang_info import read_routes
-from glm_lora.rollout.sglang_payload import request_with_bytes, serving_config
+from glm_lora.rollout.sglang_payload import request_with_bytes
 from glm_lora.rollout.sglang_server import SglangServer
 from glm_lora.sync.push import check_base, push_and_verify, record_probe
 from tests.rollout import record_sglang

@@ -15,13 +15,11 @@ from safetensors.torch import load_file
 
 from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import TINY
+from glm_lora.lora.serving import padded_tensors, serving_config, total_bytes
 from glm_lora.rollout.sglang_payload import (
     _Base64Writer,
-    padded_tensors,
     request_with_bytes,
     request_with_folder,
-    serving_config,
-    total_bytes,
 )
 from glm_lora.targets.selection import make_selection
 from tests.support import close

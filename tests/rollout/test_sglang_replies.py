@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from glm_lora.arch.spec import TINY
+from glm_lora.lora.serving import serving_config
 from glm_lora.rollout.sglang_adapters import BEGIN_ROUTE, END_ROUTE
-from glm_lora.rollout.sglang_payload import STREAM_ROUTE, serving_config
+from glm_lora.rollout.sglang_payload import STREAM_ROUTE
 from tests.rollout.fake_sglang import FakeSglang
 from tests.tiny_checkpoint import random_state, tiny_selection
 
