@@ -70,10 +70,8 @@ def group_advantages(rewards_N: np.ndarray, kind: str) -> np.ndarray:
     rewards_N = np.asarray(rewards_N, dtype=np.float64)
     result_N = np.zeros_like(rewards_N)
     known_N = ~np.isnan(rewards_N)
-    known = rewards_N[known_N]
-    # Compared exactly: a tiny std from rounding would otherwise be blown up to a full advantage.
-    if len(known) >= 2 and known.max() != known.min():
-        result_N[known_N] = ADVANTAGES[kind](known)
+    if has_spread(rewards_N):
+        result_N[known_N] = ADVANTAGES[kind](rewards_N[known_N])
     return result_N
 
 
@@ -81,4 +79,5 @@ def has_spread(rewards_N: np.ndarray) -> bool:
     """Whether the known rewards of a group differ (else the group teaches nothing)."""
     known = np.asarray(rewards_N, dtype=np.float64)
     known = known[~np.isnan(known)]
+    # Compared exactly: a tiny std from rounding would otherwise be blown up to a full advantage.
     return len(known) >= 2 and bool(known.max() != known.min())

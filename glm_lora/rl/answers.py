@@ -13,6 +13,12 @@ THINK_CLOSE = "</think>"
 
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])\s*")
 _ANSWER_LINE = re.compile(r"\banswer[\s*_]*:[\s*_]*", re.IGNORECASE)
+_PLAIN_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
+
+
+def is_plain_number(text: str) -> bool:
+    """Whether a label is a decimal number, which needs no parser of mathematics."""
+    return _PLAIN_NUMBER.fullmatch(text) is not None
 
 
 def after_thinking(response: str, thinking: bool) -> str:

@@ -62,7 +62,7 @@ def make_batch(
     """
     assert len(samples) == len(rewards), "one reward per sample"
     assert group_size >= 1 and len(samples) % group_size == 0, "whole groups"
-    values = np.array([_value(s, r) for s, r in zip(samples, rewards, strict=True)])
+    values = np.array([known_reward(s, r) for s, r in zip(samples, rewards, strict=True)])
     grouped = values.reshape(-1, group_size)
     parts = [group_advantages(group, algorithm.advantage) for group in grouped]
     advantages = np.concatenate(parts) if parts else np.zeros(0)
@@ -100,7 +100,8 @@ def has_signal(batch: TrainBatch) -> bool:
     return any(s.advantage != 0 and any(s.loss_mask) for s in batch.samples)
 
 
-def _value(sample: Sample, reward: float | None) -> float:
+def known_reward(sample: Sample, reward: float | None) -> float:
+    """The reward that counts; NaN for an aborted sample, and where none or no finite one is."""
     if reward is None or sample.finish is Finish.ABORT or not math.isfinite(reward):
         return math.nan
     return float(reward)

@@ -7,14 +7,14 @@ be replaced is left out, and counted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from glm_lora.protocols import Finish, Sample
+from glm_lora.protocols import Sample
 from glm_lora.rl.advantages import has_spread
+from glm_lora.rl.batch import known_reward
 from glm_lora.rl.rewards import Score
 
 Draw = Callable[[int, int], tuple[Sequence[Sample], Sequence[Score]]]
@@ -79,9 +79,5 @@ def gather(draw: Draw, wanted: int, group_size: int, limit: int) -> Gathered:
 
 
 def _teaches(samples: Sequence[Sample], scores: Sequence[Score]) -> bool:
-    values = [
-        math.nan if score.value is None or sample.finish is Finish.ABORT else score.value
-        for sample, score in zip(samples, scores, strict=True)
-    ]
-    rewards = np.array(values)
-    return has_spread(np.where(np.isfinite(rewards), rewards, np.nan))
+    rewards = [known_reward(s, score.value) for s, score in zip(samples, scores, strict=True)]
+    return has_spread(np.array(rewards))

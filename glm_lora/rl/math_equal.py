@@ -13,13 +13,12 @@ from typing import Any
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 
-from glm_lora.rl.answers import after_thinking, answer_line, last_box
+from glm_lora.rl.answers import after_thinking, answer_line, is_plain_number, last_box
 
 MAX_ANSWER = 1000
 """Longer answers (characters) are wrong without being looked at."""
 
 _EXTRACT = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
-_PLAIN_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;: !]|\{,\}|~| |\\thinspace )\d{3})+(?!\d)")
 _SEPARATOR = re.compile(r"\\[,;: !]|\{,\}|~| |\\thinspace ")
 
@@ -71,7 +70,7 @@ def label_problem(label: str) -> str | None:
         return "the label is empty"
     if len(text) > MAX_ANSWER:
         return f"the label is longer than {MAX_ANSWER} characters"
-    if _PLAIN_NUMBER.fullmatch(text) or _parsed(text):
+    if is_plain_number(text) or _parsed(text):
         return None
     return "math-verify cannot read it as a mathematical expression"
 

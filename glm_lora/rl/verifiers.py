@@ -7,7 +7,6 @@ long gives a score without a value and the reason; it never ends the run.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,14 +15,13 @@ from typing import Any
 import httpx
 
 from glm_lora.errors import DataError
+from glm_lora.rl.answers import is_plain_number
 from glm_lora.rl.rewards import Answer, Score
 from glm_lora.rl.worker_main import as_reward
 from glm_lora.rl.workers import WorkerPool
 
 HTTP_AT_ONCE = 64
 """Requests to an HTTP verifier in flight at the same time."""
-
-_PLAIN_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
 def _request(answer: Answer) -> dict[str, Any]:
@@ -54,7 +52,7 @@ class WorkerReward:
 
     def check_label(self, label: str) -> str | None:
         """Refuse labels that the math rewards cannot read; a user's file sees any label."""
-        if not self._checks_labels or _PLAIN_NUMBER.fullmatch(label.strip()):
+        if not self._checks_labels or is_plain_number(label.strip()):
             return None
         return self._pool.run([{"check": label}])[0].get("reason") or None
 
