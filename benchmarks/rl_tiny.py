@@ -70,7 +70,7 @@ def run(home: Path, name: str, changes: dict[str, Any], seed: int) -> dict[str, 
     from glm_lora.cluster.driver import train
     from glm_lora.cluster.plan import plan
     from glm_lora.report.console import SilentListener
-    from glm_lora.report.run_folder import read_metrics
+    from glm_lora.report.run_data import read_lines
 
     folder = home / "runs" / f"{name}-{seed}"
     values = {
@@ -86,7 +86,7 @@ def run(home: Path, name: str, changes: dict[str, Any], seed: int) -> dict[str, 
     )
     ready = plan(config)
     train(ready, SilentListener(), force=True)
-    raw = [r["rollout/raw_reward"] for r in read_metrics(folder / "metrics.jsonl")]
+    raw = [r["rollout/raw_reward"] for r in read_lines(folder / "metrics.jsonl")]
     result = {
         "reward_first": statistics.mean(raw[:5]),
         "reward_last": statistics.mean(raw[-5:]),

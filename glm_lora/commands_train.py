@@ -189,7 +189,7 @@ def _train_checked(
         out.print(f"run folder  {folder.path}", soft_wrap=True)
         out.print(f"metrics     {folder.metrics}", soft_wrap=True)
         out.print(f"adapter     {folder.adapter}", soft_wrap=True)
-        out.print(f"report      {folder.path / 'report.html'}", soft_wrap=True)
+        out.print(f"report      {folder.report}", soft_wrap=True)
 
 
 @with_options(PrepareConfig, skip=("model_name", "hf_checkpoint", "ref_load", "data_dir"))

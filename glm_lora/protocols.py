@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from glm_lora.targets.selection import Selection
 
 
+LOGPROB_DIFF = "train/train_rollout_logprob_abs_diff"
+"""Metric: mean difference between trainer and engine per response token, in nats."""
 LOGPROB_LIMITS = {"float32": 1e-3, "bfloat16": 0.05}
 """Default hard limits, by compute dtype, of the mean difference between two computations of one
 log-probability, in nats."""
@@ -32,6 +34,9 @@ class AdapterRef:
 
     name: str
     version: int
+
+    def __str__(self) -> str:
+        return f"adapter {self.name!r} version {self.version}" if self.name else "the base"
 
 
 BASE = AdapterRef("", -1)

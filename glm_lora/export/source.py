@@ -13,7 +13,7 @@ from glm_lora.export.card import CardFacts
 from glm_lora.export.load import load_adapter
 from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.lora.serving import CONFIG_FILE
-from glm_lora.protocols import AdapterState
+from glm_lora.protocols import LOGPROB_DIFF, AdapterState
 from glm_lora.report.run_folder import (
     BASE_FILE,
     CONFIG,
@@ -108,7 +108,7 @@ def _text(path: Path) -> str:
 def _last_metrics(run: Path) -> dict[str, float]:
     record = last_metrics(run / METRICS)
     wanted = (
-        "rollout/raw_reward", "train/train_rollout_logprob_abs_diff", "train/ppo_kl",
+        "rollout/raw_reward", LOGPROB_DIFF, "train/ppo_kl",
         "train/grad_norm",
     )  # fmt: skip
     return {k: record[k] for k in wanted if isinstance(record.get(k), float)}

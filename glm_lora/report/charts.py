@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from glm_lora.protocols import LOGPROB_DIFF
 from glm_lora.report.run_data import RunData, number
 
-DIFF = "train/train_rollout_logprob_abs_diff"
 GIB = 2.0**30
 PHASES = (
     "rollout", "reward", "release", "onload", "train", "offload", "resume", "sync", "eval",
@@ -93,7 +93,7 @@ DESIGNS = (
     Design(
         "logprob_diff", "Trainer against engine", "nats per token",
         "Difference of the log-probabilities of the sampled tokens.",
-        (Curve(DIFF, "mean"), Curve(f"{DIFF}_max", "largest")),
+        (Curve(LOGPROB_DIFF, "mean"), Curve(f"{LOGPROB_DIFF}_max", "largest")),
         log=True,
     ),
     Design(

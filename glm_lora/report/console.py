@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 from glm_lora.checkpoint.progress import Progress, Report
+from glm_lora.protocols import LOGPROB_DIFF
 from glm_lora.report.sinks import jsonable
 
 
@@ -87,7 +88,7 @@ def describe(metrics: Mapping[str, float]) -> str:
     parts = []
     for label, key, form in (
         ("reward", "rollout/raw_reward", "{:.3f}"),
-        ("logprob diff", "train/train_rollout_logprob_abs_diff", "{:.1e}"),
+        ("logprob diff", LOGPROB_DIFF, "{:.1e}"),
         ("kl", "train/ppo_kl", "{:.1e}"),
         ("grad norm", "train/grad_norm", "{:.3f}"),
         ("length", "rollout/response_length", "{:.1f}"),

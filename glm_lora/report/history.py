@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 from glm_lora import __version__
 from glm_lora.errors import Interrupted
-from glm_lora.report.run_folder import truncate_metrics
+from glm_lora.report.run_folder import EVENTS, SAMPLES, truncate_metrics
 from glm_lora.report.sinks import STEP_KEY
 
-EVENTS, SAMPLES = "events.jsonl", "samples.jsonl"
 STARTED, FINISHED, STOPPED, FAILED = "started", "finished", "stopped", "failed"
 ENDS = frozenset({FINISHED, STOPPED, FAILED})
 PACKAGES = ("torch", "megatron-core", "transformers", "peft", "ray", "flash-linear-attention")

@@ -18,6 +18,7 @@ from glm_lora.checkpoint.files import write_atomic
 from glm_lora.report.charts import Chart, charts_of, compared_charts
 from glm_lora.report.png import write_pngs
 from glm_lora.report.run_data import load_run
+from glm_lora.report.run_folder import REPORT, REPORT_PNGS
 from glm_lora.report.sections import (
     configuration,
     differences,
@@ -31,7 +32,6 @@ from glm_lora.report.sections import (
 )
 from glm_lora.report.svg import COLOURS, LEFT, RIGHT, WIDTH, all_steps, svg
 
-REPORT, PNG_FOLDER = "report.html", "report"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -66,7 +66,7 @@ def write_report(run: Path, output: Path | None = None, *, refresh: int = 0) -> 
     )
     _write(target, f"glm-lora: {data.name}", body, charts, refresh)
     if not refresh:
-        write_pngs(charts, target.with_name(PNG_FOLDER) if output is None else _pngs_of(output))
+        write_pngs(charts, target.with_name(REPORT_PNGS) if output is None else _pngs_of(output))
     return target
 
 

@@ -13,8 +13,17 @@ from typing import Any
 
 from glm_lora.config import TrainConfig, from_toml
 from glm_lora.errors import ConfigError, UserError
-from glm_lora.report.history import ENDS, EVENTS, SAMPLES, STARTED
-from glm_lora.report.run_folder import BASE_FILE, CONFIG, METRICS, SELECTION, read_object
+from glm_lora.report.history import ENDS, STARTED
+from glm_lora.report.run_folder import (
+    BASE_FILE,
+    CONFIG,
+    EVENTS,
+    METRICS,
+    SAMPLES,
+    SELECTION,
+    read_object,
+)
+from glm_lora.report.sinks import STEP_KEY
 from glm_lora.settings import spec_of
 from glm_lora.targets.selection import Selection
 from glm_lora.targets.summary import layer_ranges, projections
@@ -52,7 +61,7 @@ class RunData:
     @property
     def steps(self) -> list[int]:
         """Rollout number of each record."""
-        return [int(record["rollout/step"]) for record in self.records]
+        return [int(record[STEP_KEY]) for record in self.records]
 
     def series(self, key: str) -> list[float]:
         """One value per record; NaN where it is missing or not a number."""

@@ -1,7 +1,8 @@
 """The run folder: what a run leaves behind, and who may write to it.
 
 ``config.toml`` (resolved), ``selection.json``, ``base.json`` (fingerprint), ``metrics.jsonl``,
-``checkpoints/iter_*``, ``adapter/`` (PEFT) and ``logs/``. A folder that already holds a run is
+``events.jsonl``, ``samples.jsonl``, ``checkpoints/iter_*``, ``adapter/`` (PEFT), ``logs/`` and the
+report. A folder that already holds a run is
 refused unless the run is resumed or overwritten on purpose, and two processes never write to one.
 """
 
@@ -19,15 +20,13 @@ from typing import Any
 from glm_lora.checkpoint.files import write_atomic
 from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.config import TrainConfig, from_toml, to_toml
-from glm_lora.errors import ConfigError, RunError
+from glm_lora.errors import ConfigError
+from glm_lora.report.sinks import STEP_KEY
 from glm_lora.targets.selection import Selection
 
-CONFIG, SELECTION, BASE_FILE, METRICS = (
-    "config.toml",
-    "selection.json",
-    "base.json",
-    "metrics.jsonl",
-)
+CONFIG, SELECTION, BASE_FILE = "config.toml", "selection.json", "base.json"
+METRICS, EVENTS, SAMPLES = "metrics.jsonl", "events.jsonl", "samples.jsonl"
+REPORT, REPORT_PNGS = "report.html", "report"
 _MAY_CHANGE_ON_RESUME = frozenset(
     {
         "run_dir", "hf_checkpoint", "ref_load", "launcher", "ray_address", "num_nodes",
@@ -73,6 +72,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object per rollout."""
         return self.path / METRICS
+
+    @property
+    def report(self) -> Path:
+        """The report that is written at the end."""
+        return self.path / REPORT
 
     @classmethod
     def create(
@@ -193,9 +197,9 @@ def _lock(path: Path) -> int:
 
 def _remove_run(path: Path) -> None:
     (path / CONFIG).unlink()
-    for name in (SELECTION, BASE_FILE, METRICS, "events.jsonl", "samples.jsonl", "report.html"):
+    for name in (SELECTION, BASE_FILE, METRICS, EVENTS, SAMPLES, REPORT):
         (path / name).unlink(missing_ok=True)
-    for name in ("checkpoints", "adapter", "logs", "report"):
+    for name in ("checkpoints", "adapter", "logs", REPORT_PNGS):
         if (path / name).exists():
             shutil.rmtree(path / name)
 
@@ -245,20 +249,9 @@ def truncate_metrics(path: Path, rollouts: int) -> None:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue  # the line that was being written when the earlier run died
-        if record.get("rollout/step", rollouts) < rollouts:
+        if record.get(STEP_KEY, rollouts) < rollouts:
             kept.append(line)
     write_atomic(path, "".join(line + "\n" for line in kept))
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All metric records of a run; RunError names a line that is not valid JSON."""
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise RunError(f"{path} line {number} is not valid JSON: {error}") from error
-    return records
 
 
 def last_metrics(path: Path) -> dict[str, Any]:

@@ -8,16 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from glm_lora.report.charts import DIFF, bands_of
-from glm_lora.report.history import FAILED, STARTED
+from glm_lora.protocols import LOGPROB_DIFF
+from glm_lora.report.charts import bands_of
+from glm_lora.report.history import FAILED, FINISHED, STARTED
 from glm_lora.report.run_data import RunData, number
+from glm_lora.report.sinks import STEP_KEY
 from glm_lora.report.svg import short
 
 ROLLOUTS_SHOWN = 8
 """Rollouts whose responses are shown: the first, the last and some between them."""
 HEADLINE = (
     ("reward", "rollout/raw_reward"),
-    ("logprob difference", DIFF),
+    ("logprob difference", LOGPROB_DIFF),
     ("KL", "train/ppo_kl"),
     ("gradient norm", "train/grad_norm"),
     ("response length", "rollout/response_length"),
@@ -57,7 +59,7 @@ def gates(run: RunData) -> str:
     """Which healthy bands were left and when, and what stopped the run."""
     rows: list[Sequence[str]] = []
     for event in run.events:
-        if event["event"] in (STARTED, "finished"):
+        if event["event"] in (STARTED, FINISHED):
             continue
         name = event.get("error", "")
         rows.append((name, "stopped the run", _clock(event["time"]), event.get("text", "")))
@@ -92,13 +94,13 @@ def _distance(value: float, low: float, high: float) -> float:
 
 def responses(run: RunData) -> str:
     """Prompts with their best and worst response, of rollouts over the whole run."""
-    steps = sorted({int(row["rollout/step"]) for row in run.samples})
+    steps = sorted({int(row[STEP_KEY]) for row in run.samples})
     if not steps:
         return '<h2>Responses</h2><p class="soft">None recorded.</p>'
     last = len(steps) - 1
     count = min(ROLLOUTS_SHOWN, len(steps))
     shown = {steps[round(i * last / max(count - 1, 1))] for i in range(count)}
-    parts = [_response_pair(row) for row in run.samples if int(row["rollout/step"]) in shown]
+    parts = [_response_pair(row) for row in run.samples if int(row[STEP_KEY]) in shown]
     return (
         "<h2>Responses</h2>"
         '<p class="soft">The best and the worst response to the prompts whose rewards differ most; '
@@ -115,7 +117,7 @@ def _response_pair(row: Mapping[str, Any]) -> str:
     prompt = str(row["prompt"])
     line = escape(prompt if len(prompt) <= 80 else prompt[:80] + " ...")
     return (
-        f"<details><summary>rollout {int(row['rollout/step'])}: <code>{line}</code></summary>"
+        f"<details><summary>rollout {int(row[STEP_KEY])}: <code>{line}</code></summary>"
         f"<pre>{escape(prompt)}</pre><p class=soft>expected: {escape(str(row['label']))}</p>"
         f'<div class="pair">{sides}</div></details>'
     )
@@ -155,7 +157,7 @@ def versions_table(run: RunData) -> str:
 
 def metric_table(run: RunData) -> str:
     """Every metric: its first, last, smallest and largest value."""
-    keys = sorted({key for record in run.records for key in record} - {"rollout/step"})
+    keys = sorted({key for record in run.records for key in record} - {STEP_KEY})
     rows = []
     for key in keys:
         values = [number(record[key]) for record in run.records if key in record]

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from glm_lora.report.history import EVENTS
 from glm_lora.report.html import write_report
 from glm_lora.report.run_data import load_run
-from glm_lora.report.run_folder import METRICS
+from glm_lora.report.run_folder import EVENTS, METRICS
 
 
 def watch(

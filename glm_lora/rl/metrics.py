@@ -13,11 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from glm_lora.errors import TrainingError
-from glm_lora.protocols import BASE, LOGPROB_LIMITS, Finish, Sample, TrainSample
+from glm_lora.protocols import (
+    BASE,
+    LOGPROB_DIFF,
+    LOGPROB_LIMITS,
+    Finish,
+    Sample,
+    TrainSample,
+)
 from glm_lora.rl.batch import BatchReport
 from glm_lora.rl.rewards import Score
 
-LOGPROB_DIFF = "train/train_rollout_logprob_abs_diff"
 LOGPROB_NONFINITE = "train/train_rollout_logprob_nonfinite"
 
 

@@ -28,7 +28,6 @@ def check_agreement(
         RolloutError: One differs by more than the limit, or in the number of tokens.
     """
     limit = LOGPROB_LIMITS[dtype]
-    under = f"{adapter.name!r} version {adapter.version}" if adapter.name else "the base"
     for name, answer in zip(names[1:], answers[1:], strict=True):
         for first, other in zip(answers[0], answer, strict=True):
             same_shape = first.shape == other.shape
@@ -37,7 +36,7 @@ def check_agreement(
             gap = float(np.abs(first - other).mean()) if same_shape else np.inf
             if not gap <= limit:
                 raise RolloutError(
-                    f"{name} scores a sequence under {under} {gap:.4g} nats per token away from "
+                    f"{name} scores a sequence under {adapter} {gap:.4g} nats per token away from "
                     f"{names[0]}",
                     f"at most {limit:g}",
                     "Check that all serve the same checkpoint",

@@ -176,9 +176,9 @@ class EmbeddedEngine:
         if adapter == BASE:
             return False
         if adapter != self._loaded:
-            held = "no adapter" if self._loaded is None else _named(self._loaded)
+            held = self._loaded or "no adapter"
             raise RolloutError(
-                f"{_named(adapter)} was asked for but the engine holds {held}",
+                f"{adapter} was asked for but the engine holds {held}",
                 "the adapter pushed last",
                 "Push the adapter before sampling with it",
             )
@@ -199,10 +199,6 @@ class EmbeddedEngine:
             wrong = f"temperature is {params.temperature}; it must be positive"
         if wrong:
             raise RolloutError(f"a request cannot be sampled: {wrong}")
-
-
-def _named(ref: AdapterRef) -> str:
-    return f"adapter {ref.name!r} version {ref.version}"
 
 
 def _chunks(requests: Sequence[Request]) -> Iterator[list[int]]:

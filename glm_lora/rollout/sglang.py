@@ -157,7 +157,7 @@ class SglangEngine:
         start = time.perf_counter()
         ref = state.ref(name)
         if ref in self._loaded:
-            raise SyncError(f"{ref.name} version {ref.version} is loaded already", "a new version")
+            raise SyncError(f"{ref} is loaded already", "a new version")
         if state.selection.rank > self.info.max_rank:
             raise SyncError(
                 f"the adapter has rank {state.selection.rank}", f"at most {self.info.max_rank}"
@@ -190,8 +190,7 @@ class SglangEngine:
                 f"{len(failures)} of {len(self._clients)} SGLang servers did not take the "
                 f"adapter: {reasons}" + self._deaths()
             ) from failures[0]
-        counts = {r for r in results if isinstance(r, int)}
-        return counts.pop() if len(counts) == 1 else min(counts)
+        return min(count for count in results if isinstance(count, int))
 
     async def _load_one(self, client: SglangClient, parcel: Parcel, served: str) -> int:
         count = await parcel.deliver(client)
@@ -219,9 +218,13 @@ class SglangEngine:
             self._run(self._unload(ref))
             self._run(self._name_newest())
 
+    @property
+    def _newest(self) -> str | None:
+        """The name under which the newest version is served."""
+        return next(reversed(self._loaded.values()), None)
+
     async def _name_newest(self) -> None:
-        newest = next(reversed(self._loaded.values()), None)
-        if newest is not None:
+        if (newest := self._newest) is not None:
             await asyncio.gather(*(client.set_version(newest) for client in self._clients))
 
     # Requests
@@ -248,16 +251,14 @@ class SglangEngine:
         if adapter == BASE:
             return None
         if adapter not in self._loaded:
-            loaded = ", ".join(f"{r.name} version {r.version}" for r in self._loaded) or "none"
-            raise RolloutError(
-                f"{adapter.name} version {adapter.version} is not loaded", f"one of: {loaded}"
-            )
+            loaded = ", ".join(map(str, self._loaded)) or "none"
+            raise RolloutError(f"{adapter} is not loaded", f"one of: {loaded}")
         return self._loaded[adapter]
 
     async def _generate(
         self, requests: Sequence[Request], served: str | None
     ) -> list[list[Completion]]:
-        newest = next(reversed(self._loaded.values()), None)
+        newest = self._newest
 
         async def one(index: int, request: Request) -> list[Completion]:
             client = self._clients[index % len(self._clients)]

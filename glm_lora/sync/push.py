@@ -167,7 +167,7 @@ def push_and_verify(
         _take_back(engine, ref, error)
         raise
     except RolloutError as error:
-        failure = SyncError(f"adapter {ref.name} version {ref.version} did not arrive: {error}")
+        failure = SyncError(f"{ref} did not arrive: {error}")
         _take_back(engine, ref, failure)
         raise failure from error
     return SyncReport(receipt, time.perf_counter() - start, mean, largest)

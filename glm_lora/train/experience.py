@@ -174,9 +174,8 @@ def check_samples(
     for sample, prompt_ids in zip(samples, expected, strict=True):
         if sample.adapter != adapter:
             raise RolloutError(
-                f"a sample was made by adapter {sample.adapter.name!r} version "
-                f"{sample.adapter.version}",
-                f"{adapter.name!r} version {adapter.version}",
+                f"a sample was made by {sample.adapter}",
+                str(adapter),
                 "The engine serves another adapter than it was asked for; see its log",
             )
         if sample.prompt_ids != prompt_ids:

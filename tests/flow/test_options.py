@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from glm_lora.cli import main
-from glm_lora.report.run_folder import read_metrics
+from glm_lora.report.run_data import read_lines
 from tests.flow.test_train_tiny import adapter, metric, train
 from tests.prepared import folders
 
@@ -120,7 +120,7 @@ def test_the_packaged_word_problems_run_without_a_download(tiny_root, tmp_path: 
 def test_the_time_of_a_save_counts_for_the_rollout_that_saved(tiny_root, tmp_path):
     run = tmp_path / "run"
     assert train(tiny_root, run, "--num-rollout", "5", "--save-interval", "2") == 0
-    records = read_metrics(run / "metrics.jsonl")
+    records = read_lines(run / "metrics.jsonl")
     assert ["time/save" in record for record in records] == [False, True, False, True, False]
     # What was written beside the training is known one rollout later.
     assert ["save/bytes" in record for record in records] == [False, False, True, False, True]

@@ -16,7 +16,7 @@ import torch
 
 from glm_lora.cli import main
 from glm_lora.fingerprint import fingerprint_tensors
-from glm_lora.report.run_folder import read_metrics
+from glm_lora.report.run_data import read_lines
 from tests.conftest import ROOT
 from tests.prepared import folders
 
@@ -29,7 +29,7 @@ def train(root: Path, run: Path, *options: str, launcher: str = "inline") -> int
 
 
 def metric(run: Path, name: str) -> list[float]:
-    return [record[name] for record in read_metrics(run / "metrics.jsonl")]
+    return [record[name] for record in read_lines(run / "metrics.jsonl")]
 
 
 def adapter(run: Path) -> str:
@@ -67,7 +67,7 @@ def test_only_the_adapter_travels(whole_run):
 
 
 def test_metrics_have_the_recipes_names(whole_run):
-    record = read_metrics(whole_run / "metrics.jsonl")[-1]
+    record = read_lines(whole_run / "metrics.jsonl")[-1]
     wanted = {
         "rollout/step", "rollout/raw_reward", "rollout/response_length", "train/loss",
         "train/grad_norm", "train/ppo_kl", "train/lr", "train/entropy",

@@ -8,7 +8,8 @@ from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import TINY
 from glm_lora.config import TrainConfig, from_toml
 from glm_lora.errors import ConfigError
-from glm_lora.report.run_folder import RunFolder, read_metrics, truncate_metrics
+from glm_lora.report.run_data import read_lines
+from glm_lora.report.run_folder import RunFolder, truncate_metrics
 from glm_lora.report.sinks import JsonlSink
 from glm_lora.targets.selection import Selection, make_selection
 
@@ -125,6 +126,6 @@ def test_metrics_keep_nan_visible_and_are_cut_at_the_checkpoint(tmp_path):
     with path.open("a") as stream:
         stream.write('{"rollout/step": 4, "a"')  # the process died here
     truncate_metrics(path, 3)
-    records = read_metrics(path)
+    records = read_lines(path)
     assert [r["rollout/step"] for r in records] == [0, 1, 2]
     assert records[0] == {"rollout/step": 0, "a": "NaN", "b": "-Infinity", "c": 0.5}

@@ -117,7 +117,7 @@ def test_only_loaded_versions_are_served(state):
         with pytest.raises(RolloutError, match="version 1 is not loaded; expected one of: none"):
             cluster.engine.generate([Request(TOKENS, PARAMS)], state.ref())
         sync(cluster, state)
-        with pytest.raises(RolloutError, match=r"version 2 is not loaded.*policy version 1"):
+        with pytest.raises(RolloutError, match=r"version 2 is not loaded.*'policy' version 1"):
             cluster.engine.score([TOKENS], AdapterRef("policy", 2))
         with pytest.raises(SyncError, match="loaded already"):
             cluster.engine.push(state)
