@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from glm_lora.errors import TargetError
 from glm_lora.lora.adapter import Adapter, Switch, initial_a
 from glm_lora.lora.sharding import local_shape, local_slice, tp_axis
 from glm_lora.lora.state import AdapterSet, Factor
 from glm_lora.model.stage import Stage
-from glm_lora.targets.selection import Selection, facts_hash
+from glm_lora.targets.selection import Selection
 
 
 def attach_adapters(stage: Stage, selection: Selection, seed: int) -> AdapterSet:
@@ -18,12 +17,7 @@ def attach_adapters(stage: Stage, selection: Selection, seed: int) -> AdapterSet
     Raises:
         TargetError: The selection was made for another model.
     """
-    if selection.facts != facts_hash(stage.spec):
-        raise TargetError(
-            f"the selection was made for another model ({selection.model})",
-            "a selection for this model",
-            "Resolve it again with glm-lora targets",
-        )
+    selection.check_made_for(stage.spec)
     ctx, sites, switch = stage.ctx, stage.linear_sites(), Switch()
     factors: dict[str, Factor] = {}
     for chosen in selection.adapters:

@@ -19,23 +19,24 @@ from typing import Literal
 
 from glm_lora.arch.projections import Kind
 
-Factor = Literal["A", "B"]
+Letter = Literal["A", "B"]
+"""Which of the two factors of an adapter."""
 
 
-def tp_axis(kind: Kind, factor: Factor) -> int | None:
+def tp_axis(kind: Kind, letter: Letter) -> int | None:
     """The axis of the factor that tensor parallelism cuts, or None."""
-    if kind is Kind.COLUMN and factor == "B":
+    if kind is Kind.COLUMN and letter == "B":
         return 0
-    if kind is Kind.ROW and factor == "A":
+    if kind is Kind.ROW and letter == "A":
         return 1
     return None
 
 
-def is_partial(kind: Kind, factor: Factor, *, sequence_parallel: bool) -> bool:
+def is_partial(kind: Kind, letter: Letter, *, sequence_parallel: bool) -> bool:
     """Whether the factor's gradient must be summed over the tensor-parallel ranks."""
     if kind is Kind.REPLICATED:
         return sequence_parallel
-    return tp_axis(kind, factor) is None
+    return tp_axis(kind, letter) is None
 
 
 def local_shape(full: tuple[int, int], axis: int | None, tp_size: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from glm_lora.arch.projections import Kind
 from glm_lora.errors import CheckpointError, TrainingError
+from glm_lora.fingerprint import tensor_bytes
 from glm_lora.lora import sharding
 from glm_lora.lora.adapter import Switch
 from glm_lora.model.collectives import all_gather, all_reduce
@@ -35,7 +36,7 @@ class Factor:
     """Full shape."""
     kind: Kind
     """How the projection is cut."""
-    letter: sharding.Factor
+    letter: sharding.Letter
     part: tuple[slice, slice]
     """Where the local part lies in the full factor."""
 
@@ -153,7 +154,8 @@ class AdapterSet:
     def replica_hashes(self) -> dict[str, str]:
         """sha256 of the bytes of each local factor, by serving key."""
         return {
-            key: hashlib.sha256(_bytes(f.parameter)).hexdigest() for key, f in self.factors.items()
+            key: hashlib.sha256(tensor_bytes(f.parameter)).hexdigest()
+            for key, f in self.factors.items()
         }
 
     def check_drift(self, ctx: ParallelContext) -> None:
@@ -241,10 +243,6 @@ class AdapterSet:
                 )
         for key, f in self.factors.items():
             f.parameter.copy_(tensors[key][f.part])
-
-
-def _bytes(x: Tensor) -> bytes:
-    return x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:

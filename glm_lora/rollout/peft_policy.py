@@ -24,9 +24,9 @@ from transformers import Cache, DynamicCache, Glm5NextForConditionalGeneration
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextTopkRouter
 
 from glm_lora.arch.spec import spec_from_dir
-from glm_lora.errors import CheckpointError, RolloutError, SyncError, TargetError
+from glm_lora.errors import CheckpointError, RolloutError, SyncError
 from glm_lora.model.hf_hooks import fit_kda_chunks
-from glm_lora.targets.selection import Selection, facts_hash
+from glm_lora.targets.selection import Selection
 
 _SLOT = "default"
 """PEFT's name of the one adapter; the served name and version are kept by the engine."""
@@ -56,12 +56,7 @@ class PeftPolicy:
         device: torch.device | str = "cpu",
     ) -> None:
         self.spec = spec_from_dir(hf_checkpoint)
-        if facts_hash(self.spec) != selection.facts:
-            raise TargetError(
-                f"the selection was made for {selection.model}, not for {hf_checkpoint}",
-                "a selection of this model",
-                "Resolve it again with glm-lora targets",
-            )
+        selection.check_made_for(self.spec)
         self.selection = selection
         self.device = torch.device(device)
         self.dtype = dtype

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from glm_lora.arch.projections import DENSE_ROWS, DSA_ROWS, KDA_ROWS, MOE_ROWS, Row, Site, Status
+from glm_lora.arch.projections import Site
 from glm_lora.errors import SyncError
 from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.protocols import AdapterRef, AdapterState, Capabilities, Receipt
 from glm_lora.targets.selection import Selection
+from glm_lora.targets.support import PROJECTION_ROWS, fused_rows
 
 if TYPE_CHECKING:
     import torch
@@ -36,16 +37,11 @@ def some(names: Iterable[str]) -> str:
 
 def fused_partners(site: Site) -> tuple[str, ...]:
     """Disk names of all projections that SGLang fuses with ``site`` (itself included)."""
-    rows: tuple[Row, ...] = (*KDA_ROWS, *DSA_ROWS, *DENSE_ROWS, *MOE_ROWS)
-    own = next((r for r in rows if r.group == site.group and r.leaf == site.leaf), None)
+    own = PROJECTION_ROWS.get((site.group, site.leaf))
     if own is None:  # a site of another model
         return (site.disk_name,)
     prefix = site.disk_name.removesuffix(own.path)
-    return tuple(
-        prefix + r.path
-        for r in rows
-        if r.group == own.group and r.sglang == own.sglang and r.status is Status.TRAINABLE
-    )
+    return tuple(prefix + row.path for row in fused_rows(own))
 
 
 def check_fused(selection: Selection, engine: str = "sglang") -> None:

@@ -6,7 +6,7 @@ names written for softmax attention leaves most of one kind alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from glm_lora.arch.projections import DSA_ROWS, KDA_ROWS, Row, Status
 from glm_lora.arch.spec import ModelSpec
@@ -38,7 +38,7 @@ def find_warnings(
 def _uneven_attention(
     selection: Selection, spec: ModelSpec, includes: Sequence[str], layers: frozenset[int]
 ) -> Iterator[str]:
-    chosen = {kind: _attention_leaves(selection, spec, kind) for kind in _ATTENTION}
+    chosen = {kind: _attention_leaves(selection, kind) for kind in _ATTENTION}
     for kind, other in (("KDA", "DSA"), ("DSA", "KDA")):
         own_layers = [i for i in layers if spec.is_kda(i) is (kind == "KDA")]
         by_name = kind.lower() in includes or other.lower() in includes
@@ -47,14 +47,14 @@ def _uneven_attention(
         own = [row.leaf for row in _ATTENTION[kind] if row.status is Status.TRAINABLE]
         if len(chosen[kind]) == len(own) or len(chosen[kind]) >= len(chosen[other]):
             continue
-        got = "only " + _and(chosen[kind]) if chosen[kind] else "no attention adapter"
+        got = "only " + ", ".join(chosen[kind]) if chosen[kind] else "no attention adapter"
         missing = [leaf for leaf in own if leaf not in chosen[kind]]
         count = len(own_layers)
         who = f"the {count} {kind} layers get" if count > 1 else f"the {kind} layer gets"
-        yield f"{who} {got}: left out are {_and(missing)}"
+        yield f"{who} {got}: left out are {', '.join(missing)}"
 
 
-def _attention_leaves(selection: Selection, spec: ModelSpec, kind: str) -> list[str]:
+def _attention_leaves(selection: Selection, kind: str) -> list[str]:
     group = kind.lower()
     return list(dict.fromkeys(a.site.leaf for a in selection.adapters if a.site.group == group))
 
@@ -80,18 +80,15 @@ def _half_pairs(selection: Selection) -> Iterator[str]:
 def _half_fused(selection: Selection) -> Iterator[str]:
     for (_, leaf), missing in missing_parts(selection).items():
         if missing:
-            yield f"SGLang can serve {leaf} only together with {_and(missing)}"
+            yield f"SGLang can serve {leaf} only together with {', '.join(missing)}"
 
 
 def _unequal_ranks(selection: Selection) -> Iterator[str]:
     ranks = sorted({a.rank for a in selection.adapters})
     if len(ranks) > 1:
+        listed = ", ".join(map(str, ranks))
         yield (
-            f"ranks {_and(map(str, ranks))}: engines know one rank, so adapters leave the trainer "
+            f"ranks {listed}: engines know one rank, so adapters leave the trainer "
             f"padded with zeros to rank {selection.rank} with alpha {selection.alpha:g}; "
             f"alpha/rank stays {selection.adapters[0].scaling:g}"
         )
-
-
-def _and(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -104,6 +104,10 @@ class Selection:
             shapes[a.b_key] = (a.site.out_features, a.rank)
         return shapes
 
+    def check_made_for(self, spec: ModelSpec) -> None:
+        """Raise TargetError unless the selection was made for a model of ``spec``."""
+        _check_facts(self.model, self.facts, spec)
+
     def _content(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
@@ -153,18 +157,22 @@ class Selection:
     @classmethod
     def _from_content(cls, content: Mapping[str, Any], spec: ModelSpec) -> Selection:
         model, facts, dropout = content["model"], content["facts"], content["dropout"]
-        if facts != facts_hash(spec):
-            raise TargetError(
-                f"the selection was made for another model ({model})",
-                "a selection for this model",
-                "Resolve it again with glm-lora targets",
-            )
+        _check_facts(model, facts, spec)
         by_name = {s.disk_name: s for s in trainable_sites(spec)}
         adapters = tuple(
             SiteAdapter(by_name[n], rank, alpha) for n, rank, alpha in content["sites"]
         )
         _check_adapters(adapters)
         return cls(model, facts, adapters, dropout)
+
+
+def _check_facts(model: str, facts: str, spec: ModelSpec) -> None:
+    if facts != facts_hash(spec):
+        raise TargetError(
+            f"the selection was made for another model ({model})",
+            "a selection for this model",
+            "Resolve it again with glm-lora targets",
+        )
 
 
 def _check_adapters(adapters: tuple[SiteAdapter, ...]) -> None:

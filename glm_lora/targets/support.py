@@ -99,12 +99,13 @@ PROJECTION_ROWS: Mapping[tuple[str, str], Row] = {
 """The rows of all linear projections by (group, leaf)."""
 
 
-def fused_with(row: Row) -> tuple[str, ...]:
-    """Leaf names of the other trainable projections that SGLang holds in the same module."""
+def fused_rows(row: Row) -> tuple[Row, ...]:
+    """The trainable projections that SGLang holds in the same module, ``row`` included."""
     return tuple(
-        other.leaf
+        other
         for other in PROJECTION_ROWS.values()
-        if (other.group, other.sglang) == (row.group, row.sglang) and other is not row
+        if (other.group, other.sglang) == (row.group, row.sglang)
+        and other.status is Status.TRAINABLE
     )
 
 
@@ -119,9 +120,9 @@ def missing_parts(selection: Selection) -> dict[tuple[str, str], tuple[str, ...]
         where.setdefault((site.group, site.leaf), set()).add(site.layer)
     return {
         (group, leaf): tuple(
-            other
-            for other in fused_with(PROJECTION_ROWS[group, leaf])
-            if layers - where.get((group, other), set())
+            other.leaf
+            for other in fused_rows(PROJECTION_ROWS[group, leaf])
+            if layers - where.get((group, other.leaf), set())
         )
         for (group, leaf), layers in where.items()
     }

@@ -6,14 +6,13 @@ served as by stock SGLang.
 
 from __future__ import annotations
 
-import hashlib
 import pkgutil
 import re
 from collections.abc import Callable
 from typing import Any
 
 from glm_lora import __version__
-from glm_lora.fingerprint import TensorRecord, fingerprint, tensor_bytes
+from glm_lora.fingerprint import TensorRecord, fingerprint, record_of
 from glm_lora.rollout.sglang_plugin import DIGEST_KEY, REPORT_KEY, PluginError
 from glm_lora.rollout.sglang_plugin.widths import (
     TARGETS,
@@ -131,11 +130,8 @@ def record_weight(adapter: Any, name: str, loaded_weight: Any) -> None:
         return
     if not hasattr(adapter, "glm_lora_records"):
         object.__setattr__(adapter, "glm_lora_records", [])
-    digest = hashlib.sha256(tensor_bytes(loaded_weight)).hexdigest()
-    dtype = str(loaded_weight.dtype).removeprefix("torch.")
     key = name.removeprefix("base_model.model.")
-    record = TensorRecord(key, dtype, tuple(loaded_weight.shape), digest)
-    adapter.glm_lora_records.append(record)
+    adapter.glm_lora_records.append(record_of(key, loaded_weight))
 
 
 def check_weights(adapter: Any) -> None:
