@@ -1,8 +1,9 @@
 """Run inside SGLang's environment: build its glm5_next with LoRA on CPU and measure every delta.
 
-Usage: ``python sglang_contract.py CHECKPOINT ADAPTER [BACKEND]``; the last line is a JSON object:
+Usage: ``python sglang_contract.py CHECKPOINT ADAPTER [RANK RANKS]``; last line, a JSON object:
 the modules LoRA wraps, each one's largest error against ``alpha/r B A x`` computed here from the
-adapter's file, the buffers, and how wrong loads are answered.
+adapter's file, the buffers, how wrong loads are answered, and which parameters the checkpoint did
+not fill. With RANKS tensor-parallel ranks, each is a process of its own with its part of a module.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if not torch.cuda.is_available():
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
 
-def serve_nothing_but_the_model(checkpoint: str):
+def serve_nothing_but_the_model(checkpoint: str, rank: int, ranks: int):
     import sglang.srt.managers.scheduler  # noqa: F401  the plugin looks for it
     from sglang.srt.plugins import load_plugins
 
@@ -44,39 +45,58 @@ def serve_nothing_but_the_model(checkpoint: str):
         "torch_native",
     ]
     flags += ["--max-lora-rank", "8", "--max-loras-per-batch", "2"]
-    flags += ["--lora-target-modules", *TARGETS]
+    flags += ["--lora-target-modules", *TARGETS, "--tp-size", str(ranks)]
     args = prepare_server_args(flags)
-    ranks = SpawnRanks(world_rank=0, gpu_id=0, dp_rank=None)
-    publish(args, role="scheduler", ranks=ranks)
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank, dp_rank=None))
+    without_gpu_communicators(parallel_state.GroupCoordinator)
     parallel_state.init_distributed_environment(
-        world_size=1,
-        rank=0,
-        local_rank=0,
+        world_size=ranks,
+        rank=rank,
+        local_rank=rank,
         backend="gloo",
-        distributed_init_method=f"file://{checkpoint}/.init",
+        distributed_init_method=f"file://{checkpoint}/.init{ranks}",
     )
     parallel_state.initialize_model_parallel()
     initialize_dp_attention(server_args=args)
     return args
 
 
-def build_model(args):
+def without_gpu_communicators(group):
+    """Groups of several CPU processes use gloo alone; SGLang would open NCCL for them."""
+    stock = group.__init__
+
+    def __init__(self, *args, **kwargs):
+        off = {
+            k: False
+            for k in kwargs
+            if k.startswith("use_") and k != "use_message_queue_broadcaster"
+        }
+        stock(self, *args, **{**kwargs, **off})
+
+    group.__init__ = __init__
+
+
+def build_model(args, checkpoint: str):
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.models.glm5_next import Glm5NextForConditionalGeneration
 
     config = ModelConfig.from_server_args(args)
-    torch.manual_seed(0)
     model = Glm5NextForConditionalGeneration(config.hf_config)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data.normal_(0, 0.05)
-    return config, model.eval()
+            parameter.data.fill_(float("nan"))
+    from safetensors.torch import load_file
+
+    files = sorted(Path(checkpoint).glob("*.safetensors"))
+    model.load_weights(item for file in files for item in load_file(file).items())
+    unfilled = [name for name, p in model.named_parameters() if bool(p.isnan().any())]
+    return config, model.eval(), unfilled
 
 
-def main(checkpoint: str, adapter: str) -> dict:
-    args = serve_nothing_but_the_model(checkpoint)
+def main(checkpoint: str, adapter: str, rank: int = 0, ranks: int = 1) -> dict:
+    args = serve_nothing_but_the_model(checkpoint, rank, ranks)
     complete_cpu_backend()
-    config, model = build_model(args)
+    config, model, unfilled = build_model(args, checkpoint)
     from safetensors.torch import load_file
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.lora.lora_registry import LoRARef
@@ -96,8 +116,10 @@ def main(checkpoint: str, adapter: str) -> dict:
     settings = json.loads((Path(adapter) / "adapter_config.json").read_text())
     ref = LoRARef(lora_name="v1", lora_path="__tensor__", pinned=False)
     loaded = manager.load_lora_adapter_from_tensors(ref, tensors, settings)
-    result = {"loaded": [loaded.success, loaded.error_message]}
-    result["errors"], result["effects"] = deltas(manager, ref.lora_id, tensors, settings)
+    result = {"loaded": [loaded.success, loaded.error_message], "unfilled": unfilled}
+    result["errors"], result["effects"] = deltas(
+        manager, ref.lora_id, tensors, settings, rank, ranks
+    )
     result["modules"] = sorted(n for layer in manager.lora_modules for n in layer)
     result["buffers"] = sorted(manager.memory_pool.A_buffer)
     result["refused"] = refusals(manager, tensors, settings)
@@ -119,8 +141,12 @@ def complete_cpu_backend():
     TorchNativeLoRABackend.run_lora_b_sgemm = run_lora_b_sgemm
 
 
-def deltas(manager, uid, tensors, settings):
-    """Largest |SGLang's delta - alpha/r B A x| and largest |delta| per module."""
+def deltas(manager, uid, tensors, settings, rank, ranks):
+    """Largest |SGLang's delta - alpha/r B A x| and largest |delta| per module, this rank's part.
+
+    A column-parallel module has a part of every fused projection's rows, a row-parallel one takes
+    a part of the input and adds up over the ranks, any other is whole on every rank.
+    """
     manager.fetch_new_loras({uid, None})
     length = 5
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -147,19 +173,24 @@ def deltas(manager, uid, tensors, settings):
     for layer in manager.lora_modules:
         for name, module in layer.items():
             base = module.base_layer
-            x = torch.randn(length, base.weight.shape[1])
+            prefix, leaf = name.replace("model.", "model.language_model.", 1).rsplit(".", 1)
+            factors = [
+                [tensors[f"{prefix}.{p}.lora_{f}.weight"].float() for f in "AB"]
+                for p in parts.get(leaf, [leaf])
+            ]
+            full = torch.randn(length, factors[0][0].shape[1])
+            mine = full.chunk(ranks, -1)[rank]
+            by_row = mine.shape[1] == base.weight.shape[1] and ranks > 1
+            x = mine.contiguous() if by_row else full
             with torch.no_grad():
                 delta = module(x)[0] - base(x)[0]
-            prefix, leaf = name.replace("model.", "model.language_model.", 1).rsplit(".", 1)
-            expected = torch.cat(
-                [
-                    scale
-                    * (x @ tensors[f"{prefix}.{p}.lora_A.weight"].float().T)
-                    @ tensors[f"{prefix}.{p}.lora_B.weight"].float().T
-                    for p in parts.get(leaf, [leaf])
-                ],
-                dim=-1,
-            )
+                if by_row and not base.reduce_results:  # the layer adds up over the ranks later
+                    torch.distributed.all_reduce(delta)
+            expected = [scale * (full @ a.T) @ b.T for a, b in factors]
+            if delta.shape[1] != sum(e.shape[1] for e in expected):
+                expected = [e.chunk(ranks, -1)[rank] for e in expected]
+            expected = torch.cat(expected, dim=-1)
+            assert delta.shape == expected.shape, f"{name}: {delta.shape} {expected.shape}"
             errors[name] = float((delta - expected).abs().max())
             effects[name] = float(expected.abs().max())
     return errors, effects
@@ -187,4 +218,4 @@ def refusals(manager, tensors, settings):
 
 
 if __name__ == "__main__":
-    print("\nRESULT " + json.dumps(main(*sys.argv[1:3])), flush=True)
+    print("\nRESULT " + json.dumps(main(*sys.argv[1:3], *map(int, sys.argv[3:5]))), flush=True)

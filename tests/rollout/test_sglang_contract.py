@@ -16,10 +16,11 @@ from glm_lora.checkpoint.random_init import RandomSource
 from glm_lora.checkpoint.tiny_folder import write_folder
 from glm_lora.checkpoint.to_hf import write_hf
 from glm_lora.export.sglang import export_sglang
+from glm_lora.protocols import AdapterState
 from glm_lora.rollout.sglang_plugin.widths import MODULES, module_names
 from glm_lora.rollout.sglang_server import serving_view
 from tests.rollout.sglang_support import CPU_ENV, PYTHON
-from tests.tiny_checkpoint import random_state, tiny_selection, write_checkpoint
+from tests.tiny_checkpoint import random_state, tiny_selection
 
 pytestmark = [
     pytest.mark.sglang,
@@ -33,29 +34,57 @@ def state():
     return random_state(tiny_selection())
 
 
+def contract(folder: Path, state: AdapterState, ranks: int) -> list[dict]:
+    """What each tensor-parallel rank found; all run at once."""
+    checkpoint = serving_view(written_by_prepare(folder / "base"), folder / "view")
+    adapter = export_sglang(state, folder / "adapter", "tiny")
+    processes = [
+        subprocess.Popen(
+            [str(PYTHON), str(SCRIPT), str(checkpoint), str(adapter), str(rank), str(ranks)],
+            env={**os.environ, **CPU_ENV},
+            stdout=subprocess.PIPE,
+            stderr=(folder / f"errors{rank}").open("w"),
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    results = []
+    for rank, process in enumerate(processes):
+        try:
+            out, _ = process.communicate(timeout=280)
+        finally:
+            process.kill()
+        line = next((x for x in out.splitlines() if x.startswith("RESULT ")), "")
+        assert line, (folder / f"errors{rank}").read_text()[-3000:]
+        results.append(json.loads(line.removeprefix("RESULT ")))
+    return results
+
+
 @pytest.fixture(scope="module")
 def result(state, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("contract")
-    checkpoint = serving_view(write_checkpoint(folder / "base"), folder / "view")
-    adapter = export_sglang(state, folder / "adapter", "tiny")
-    done = subprocess.run(
-        [str(PYTHON), str(SCRIPT), str(checkpoint), str(adapter)],
-        env={**os.environ, **CPU_ENV},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), "")
-    assert line, done.stderr[-3000:]
-    return json.loads(line.removeprefix("RESULT "))
+    return contract(tmp_path_factory.mktemp("contract"), state, 1)[0]
 
 
-def test_every_module_gives_the_adapters_delta(result):
+def check_deltas(result: dict) -> None:
     assert result["loaded"] == [True, ""]
     assert set(result["errors"]) == set(result["modules"]) == module_names(TINY)
     for name, error in result["errors"].items():
         assert result["effects"][name] > 0.05, f"{name}: nothing to compare"
         assert error <= 1e-5, f"{name}: fp32 rounding of two products of width 64"
+
+
+def test_every_module_gives_the_adapters_delta(result):
+    check_deltas(result)
+
+
+def test_every_module_gives_the_adapters_delta_on_two_ranks(state, tmp_path):
+    """f_a and g_a are whole on both, everything else is cut as its base is."""
+    for rank in contract(tmp_path, state, 2):
+        check_deltas(rank)
+
+
+def test_the_checkpoint_fills_every_parameter(result):
+    assert [name for name in result["unfilled"] if "visual" not in name] == []
 
 
 def test_no_buffers_for_experts_and_one_per_module(result):
