@@ -8,7 +8,6 @@ engines that only wait. ``--json FILE`` writes the figures; the last lines are a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import re
@@ -24,9 +23,11 @@ from typing import Any
 import psutil
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.json_output import add_json, print_json
+
+ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = ROOT / "launchers" / "run_glm5_3_flash_lora.py"
 STEP_SECONDS = 9 * 60
 ENGINES, SAMPLES, GROUP = 1000, 100_000, 8
@@ -225,14 +226,7 @@ LIMITS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=Path("-"),
-        type=Path,
-        metavar="FILE",
-        help="print one JSON object last, and write it to FILE",
-    )
+    add_json(parser)
     parser.add_argument("--part", action="append", choices=["ray", "checkpoint", "scale"])
     parser.add_argument("--folder", action="append", default=[], help="Options of train, as given.")
     options = parser.parse_args()
@@ -260,10 +254,7 @@ def main() -> None:
             "" if limit is None else f"  limit {limit:g}  {'ok' if value <= limit else 'OVER'}"
         )
         print(f"{key:<34} {value:>16,.3f}{verdict}")
-    if options.json:
-        if options.json != Path("-"):
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
-        print(json.dumps(record))
+    print_json(options.json, record)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.json_output import add_json, print_json
 from glm_lora.arch.spec import builtin
 from glm_lora.checkpoint.random_init import init_random
 from glm_lora.config import OptimizerConfig, SelectionConfig
@@ -103,14 +104,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--plain-bytes", type=int, default=4_000_000_000)
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=Path("-"),
-        type=Path,
-        metavar="FILE",
-        help="print one JSON object last, and write it to FILE",
-    )
+    add_json(parser)
     args = parser.parse_args()
     device = torch.device(args.device)
     stage, adapters, optimizer = trainer_rank(args.model, device)
@@ -147,10 +141,7 @@ def main() -> int:
         result["base_bytes_to_host"] = bytes_from_device(memory) - state
     for key, value in result.items():
         print(f"{key:<22} {value:.4g}" if isinstance(value, float) else f"{key:<22} {value}")
-    if args.json:
-        if args.json != Path("-"):
-            args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(json.dumps(result))
+    print_json(args.json, result)
     return 0 if equal else 1
 
 

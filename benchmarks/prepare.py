@@ -9,7 +9,6 @@ for every size of ``--memory-sizes``. ``--random`` also times random bases.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -26,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.json_output import add_json, print_json
 from benchmarks.synthetic_checkpoint import tensors, write_checkpoint
 from glm_lora.arch.spec import FULL, ModelSpec
 from glm_lora.checkpoint.prepare import prepare
@@ -180,14 +180,7 @@ def main() -> None:
     parser.add_argument("--memory-sizes", type=float, nargs="*", default=[1.0, 8.0])
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=Path("-"),
-        type=Path,
-        metavar="FILE",
-        help="print one JSON object last, and write it to FILE",
-    )
+    add_json(parser)
     parser.add_argument("--child", nargs=2, type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -228,10 +221,7 @@ def main() -> None:
         if arguments.random:
             row = figures["random"] = random_base(work, arguments.size)
             print(f"random: {row['written_gb']:.2f} GB in {row['seconds']:.2f} s", flush=True)
-    if arguments.json:
-        if arguments.json != Path("-"):
-            arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
-        print(json.dumps(figures))
+    print_json(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ prints what happened. Without it the script measures, each in processes of their
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -28,8 +27,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.json_output import add_json, print_json
+from glm_lora.report.run_data import METRICS, read_lines
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 LAUNCHER = str(ROOT / "launchers" / "run_glm5_3_flash_lora.py")
 
 
@@ -49,11 +52,6 @@ def folders(home: Path) -> list[str]:
     """Options that keep everything below ``home``."""
     names = (("model", "models"), ("ckpt", "ckpt"), ("data", "data"))
     return [part for a, b in names for part in (f"--{a}-dir", str(home / b))]
-
-
-def rewards(run: Path) -> list[dict[str, Any]]:
-    """The metric records of a run."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def label_chance(hf_checkpoint: Path, adapter: Path) -> dict[str, float]:
@@ -122,7 +120,7 @@ def measure(home: Path, seeds: list[int], peer: str) -> dict[str, Any]:
         run = home / f"seed{seed}"
         arguments = ["--model-name", "tiny", "--seed", str(seed), "--run-dir", str(run)]
         seconds.append(command("train", *arguments, *folders(home)))
-        records = rewards(run)
+        records = read_lines(run / METRICS)
         raw = [r["rollout/raw_reward"] for r in records]
         first.append(statistics.mean(raw[:5]))
         last.append(statistics.mean(raw[-5:]))
@@ -161,7 +159,7 @@ def tour(home: Path, run: Path) -> None:
     ):
         print(f"\n$ glm-lora {' '.join(arguments)}", flush=True)
         command(*arguments, quiet=False)
-    records = rewards(run)
+    records = read_lines(run / METRICS)
     chances = label_chance(home / "models" / "tiny", adapter)
     raw = [r["rollout/raw_reward"] for r in records]
     print(
@@ -178,7 +176,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--tour", action="store_true", help="the three commands, shown")
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    add_json(parser)
     parser.add_argument("--seeds", default="0,1,2,3", help="seeds to train, comma-separated")
     parser.add_argument("--peer", choices=("none", "trl"), default="none")
     parser.add_argument("--home", type=Path, help="folder to keep everything in")
@@ -195,8 +193,7 @@ def main() -> None:
         result = measure(home, [int(s) for s in options.seeds.split(",")], options.peer)
     for key, value in result.items():
         print(f"{key:<24} {value}")
-    if options.json:
-        print(json.dumps(result))
+    print_json(options.json, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ rollout).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -26,8 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.json_output import add_json, print_json
 
 FLIPPED = """
 def reward(prompt, response, label, metadata):
@@ -70,7 +70,7 @@ def run(home: Path, name: str, changes: dict[str, Any], seed: int) -> dict[str, 
     from glm_lora.cluster.driver import train
     from glm_lora.cluster.plan import plan
     from glm_lora.report.console import SilentListener
-    from glm_lora.report.run_data import read_lines
+    from glm_lora.report.run_data import METRICS, read_lines
 
     folder = home / "runs" / f"{name}-{seed}"
     values = {
@@ -86,7 +86,7 @@ def run(home: Path, name: str, changes: dict[str, Any], seed: int) -> dict[str, 
     )
     ready = plan(config)
     train(ready, SilentListener(), force=True)
-    raw = [r["rollout/raw_reward"] for r in read_lines(folder / "metrics.jsonl")]
+    raw = [r["rollout/raw_reward"] for r in read_lines(folder / METRICS)]
     result = {
         "reward_first": statistics.mean(raw[:5]),
         "reward_last": statistics.mean(raw[-5:]),
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    add_json(parser)
     parser.add_argument("--seeds", default="0", help="seeds, comma-separated")
     parser.add_argument("--variants", default="", help="variants, comma-separated; default all")
     parser.add_argument("--home", type=Path, help="folder to keep everything in")
@@ -165,8 +165,7 @@ def main() -> None:
                 result[f"{name}/{seed}"] = figures
                 line = "  ".join(f"{key} {value:.3f}" for key, value in figures.items())
                 print(f"{name:<12} seed {seed}  {line}", flush=True)
-    if options.json:
-        print(json.dumps({**environment(), "variants": result}))
+    print_json(options.json, {**environment(), "variants": result})
 
 
 if __name__ == "__main__":

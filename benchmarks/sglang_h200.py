@@ -2,13 +2,12 @@
 
 A random four-layer glm5_next at hidden 4096 is served with all 43 sites adapted. The reference is
 transformers in fp32 with the adapter added to the weights. ``sglang_h200.sh`` prepares the
-environment and runs this; it ends with a table and writes JSON (``--json``).
+environment and runs this; it ends with a table and the JSON of ``--json``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import shutil
 import statistics
@@ -21,21 +20,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu_site import site_env
+from benchmarks.json_output import add_json, print_json, save_json
+from glm_lora.arch.projections import trainable_sites
+from glm_lora.arch.spec import ModelSpec
+from glm_lora.errors import RunError, SyncError
+from glm_lora.fingerprint import fingerprint_tensors
+from glm_lora.protocols import BASE, AdapterState, Request, SamplingParams
+from glm_lora.rollout.sglang import SglangEngine
+from glm_lora.rollout.sglang_adapters import Transport
+from glm_lora.rollout.sglang_client import SglangClient
+from glm_lora.rollout.sglang_server import ServerOptions, SglangServer
+from glm_lora.sync.push import check_base, push_and_verify, record_probe
+from glm_lora.targets.selection import Selection, make_selection
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.gpu_site import site_env  # noqa: E402
-from glm_lora.arch.projections import trainable_sites  # noqa: E402
-from glm_lora.arch.spec import ModelSpec  # noqa: E402
-from glm_lora.errors import RunError, SyncError  # noqa: E402
-from glm_lora.fingerprint import fingerprint_tensors  # noqa: E402
-from glm_lora.protocols import BASE, AdapterState, Request, SamplingParams  # noqa: E402
-from glm_lora.rollout.sglang import SglangEngine  # noqa: E402
-from glm_lora.rollout.sglang_client import SglangClient  # noqa: E402
-from glm_lora.rollout.sglang_server import ServerOptions, SglangServer  # noqa: E402
-from glm_lora.sync.push import check_base, push_and_verify, record_probe  # noqa: E402
-from glm_lora.targets.selection import Selection, make_selection  # noqa: E402
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RANK, ALPHA = 8, 16.0
 LENGTHS = (17, 64, 130, 300)
@@ -185,6 +186,7 @@ class Check:
         self.results: dict[str, object] = {}
         self.prompts = prompts()
         self.version = 0
+        self.url = ""
 
     def next_state(self, strength: float = 0.3) -> AdapterState:
         """A new random adapter with the next version."""
@@ -210,6 +212,7 @@ class Check:
             },
         )
         server = SglangServer(options)
+        self.url = server.url
         try:
             self.results["healthy_s"] = round(server.wait(self.args.wait), 1)
             engine = SglangEngine([SglangClient(server.url)], servers=[server])
@@ -245,9 +248,16 @@ class Check:
         again = engine.score(self.prompts, BASE)
         self.results["base_bit_equal"] = all(map(np.array_equal, before, again))
 
-    def sync(self, engine: SglangEngine, transport: str, rounds: int) -> None:
-        """Time of push_and_verify: validate, serialise, load, first use."""
-        engine._transport = transport  # pyright: ignore[reportAttributeAccessIssue]
+    def sync(self, transport: Transport, rounds: int) -> None:
+        """Time of push_and_verify by ``transport``: validate, serialise, load, first use."""
+        # An engine that started no server unloads its adapters and leaves the server running.
+        engine = SglangEngine([SglangClient(self.url)], transport=transport)
+        try:
+            self._sync(engine, transport, rounds)
+        finally:
+            engine.close()
+
+    def _sync(self, engine: SglangEngine, transport: Transport, rounds: int) -> None:
         probe = record_probe(engine, self.prompts[2])
         reports = []
         for _ in range(rounds):
@@ -422,7 +432,7 @@ def main() -> int:
     """Run every part that fits the budget and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
+    add_json(parser)
     parser.add_argument("--site", type=Path, help="folder with SGLang's packages")
     parser.add_argument("--logs", type=Path, help="copy the servers' logs here")
     parser.add_argument("--wait", type=float, default=330.0)
@@ -454,12 +464,12 @@ def main() -> int:
             continue
         args.wait = min(args.wait, max(left - 20, 30))
         report["backends"][name] = one_backend(args, name, reference, selection, started)
-        save(args, report)
+        save_json(args.json, report)
     report["seconds"] = round(time.monotonic() - started, 1)
-    save(args, report)
     table = rows(report)
     for row_name, value, limit, good in table:
         print(f"{'ok  ' if good else 'MISS'} {row_name:<46} {value:<14} {limit}", flush=True)
+    print_json(args.json, report)
     return 0 if all(good for *_, good in table) else 1
 
 
@@ -478,8 +488,8 @@ def one_backend(args, name: str, reference: Reference, selection: Selection, sta
             attempt(check, engine, check.release)
         else:
             attempt(check, engine, check.accuracy)
-            attempt(check, engine, lambda e: check.sync(e, "bytes", 10))
-            attempt(check, engine, lambda e: check.sync(e, "folder", 10))
+            attempt(check, engine, lambda _: check.sync("bytes", 10))
+            attempt(check, engine, lambda _: check.sync("folder", 10))
         if name == "triton":
             attempt(check, engine, check.refusals)
             attempt(check, engine, lambda e: check.endurance(e, args.syncs))
@@ -495,12 +505,6 @@ def one_backend(args, name: str, reference: Reference, selection: Selection, sta
                 shutil.copy(log, args.logs / f"{name}-{log.name}")
     check.results["at_s"] = round(time.monotonic() - started, 1)
     return check.results
-
-
-def save(args, report: dict) -> None:
-    """Write the report so far."""
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

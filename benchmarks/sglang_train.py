@@ -10,7 +10,6 @@ SGLang run, ``embedded_reward_last`` of the other.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -19,8 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.json_output import add_json, print_json, save_json
+from glm_lora.report.run_data import METRICS, read_lines
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 LAUNCHER = str(ROOT / "launchers" / "run_glm5_3_flash_lora.py")
 NAME = "toy-gpu"
 
@@ -36,7 +39,7 @@ def prepare(work: Path, hidden: int, learning_rate: float) -> dict[str, float]:
     from glm_lora.checkpoint.base_build import build_base, plan_base
     from glm_lora.checkpoint.convert import open_source, wanted_names
     from glm_lora.checkpoint.hf_reader import HfReader
-    from glm_lora.checkpoint.prepare import describe
+    from glm_lora.checkpoint.released import describe
     from glm_lora.checkpoint.tiny_folder import write_folder
 
     spec = replace(SPEC, hidden_size=hidden)
@@ -73,8 +76,7 @@ def train(work: Path, run: str, options: list[str]) -> list[dict[str, Any]]:
     command += ["--rollout-max-response-len", "2", "--lora-rank", "8", "--lora-alpha", "16"]
     command += ["--save-interval", "0", *options]
     subprocess.run(command, check=True)
-    lines = (work / run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_lines(work / run / METRICS)
 
 
 def interpreter(work: Path, site: Path | None) -> str:
@@ -133,12 +135,12 @@ def main() -> None:
     parser.add_argument("--rollouts", default="20")
     parser.add_argument("--engines", default="embedded,sglang")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--json", type=Path, help="also write the object into this file")
+    add_json(parser)
     args = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     args.work.mkdir(parents=True)
     result: dict[str, Any] = prepare(args.work, args.hidden, args.pretrain_lr)
-    print(json.dumps(result), flush=True)
+    print(result, flush=True)
     common = ["--num-rollout", args.rollouts, "--dtype", args.dtype]
     rates = args.lr.split(",")
     for engine in args.engines.split(","):
@@ -154,15 +156,14 @@ def main() -> None:
                 result[f"{engine}_error"] = f"lr {rate}: {error}"
                 continue
             result |= summary(prefix, records, time.monotonic() - start, float(rate))
-            print(json.dumps(result), flush=True)
+            print(result, flush=True)
+            save_json(args.json, result)
             if result[f"{prefix}reward_last"] > result[f"{prefix}reward_first"] + 0.15:
                 rates = [rate]
                 break
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
     for key, value in result.items():
         print(f"{key:<24} {value}")
-    print(json.dumps(result))
+    print_json(args.json, result)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ to send them. ``--json FILE`` writes the figures; the last lines are a table wit
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -20,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.json_output import add_json, print_json
 from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import builtin
 from glm_lora.fingerprint import fingerprint_tensors
@@ -90,14 +90,7 @@ def main() -> int:
     parser.add_argument("--model", default="GLM-5.3-Flash")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=Path("-"),
-        type=Path,
-        metavar="FILE",
-        help="print one JSON object last, and write it to FILE",
-    )
+    add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures = measure(random_state(args.model, args.rank), args.repeats)
@@ -148,10 +141,7 @@ def main() -> int:
     ]
     for name, value, bound, good in rows:
         print(f"{'ok  ' if good else 'MISS'} {name:<38} {value:>14}  {bound}")
-    if args.json:
-        if args.json != Path("-"):
-            args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        print(json.dumps(figures))
+    print_json(args.json, figures)
     return 0 if all(good for *_, good in rows) else 1
 
 

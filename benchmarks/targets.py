@@ -1,6 +1,6 @@
 """How long the front half takes: resolving a selection at full size, and the ``targets`` command.
 
-    python benchmarks/targets.py [--repeat 5] [--json]
+    python benchmarks/targets.py [--repeat 5] [--json [FILE]]
 
 ``resolve_*_ms``: first resolution in a fresh process, GLM-5.3-Flash with its 36,288 routed-expert
 sites listed (``list_36784_sites_ms`` is the listing itself); globs are matched in both spellings.
@@ -13,7 +13,6 @@ commands that loaded torch. Limits: resolution 100 ms, command 1 s, torch never.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -21,6 +20,11 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.json_output import add_json, print_json
 
 RESOLVE = """
 import sys, time
@@ -112,14 +116,12 @@ def figures(repeat: int) -> dict[str, float | int | str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--repeat", type=int, default=5, help="Runs of each measurement.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    add_json(parser)
     options = parser.parse_args()
     found = figures(options.repeat)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        for name, value in found.items():
-            print(f"{name:34} {value}")
+    for name, value in found.items():
+        print(f"{name:34} {value}")
+    print_json(options.json, found)
 
 
 if __name__ == "__main__":

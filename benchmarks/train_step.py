@@ -31,6 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.json_output import add_json, print_json, save_json
 from glm_lora.arch.spec import ModelSpec, builtin
 from glm_lora.checkpoint.random_init import init_random
 from glm_lora.config import OptimizerConfig, SelectionConfig
@@ -393,14 +394,7 @@ def main() -> None:
     parser.add_argument("--profile", default="", help="write kernel times of one step to this file")
     parser.add_argument("--profile-size", default="1x8192")
     parser.add_argument("--ragged", type=int, default=0, help="tokens of packed random lengths")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        default="",
-        metavar="FILE",
-        help="print one JSON object last, and write it to FILE",
-    )
+    add_json(parser)
     args = parser.parse_args()
     spec, device = builtin(args.model), torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -420,8 +414,7 @@ def main() -> None:
 
     def save() -> None:
         result["wall_s"] = time.perf_counter() - started
-        if args.json not in ("", "-"):
-            Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        save_json(args.json, result)
 
     def add(shape: tuple[int, int], kind: str) -> None:
         row: dict[str, Any] = {"size": "{}x{}".format(*shape), "recompute": kind}
@@ -461,8 +454,7 @@ def main() -> None:
         add(shape, "full")
     save()
     print("\n".join(table(result)))
-    if args.json:
-        print(json.dumps(result))
+    print_json(args.json, result)
 
 
 if __name__ == "__main__":
