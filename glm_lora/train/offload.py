@@ -79,12 +79,10 @@ class DeviceMemory:
             copied += self._keep_base()
             self._host_state = {key: (t, to_host(t)) for key, t in self.state().items()}
             copied += sum(host.nbytes for _, host in self._host_state.values())
-            for storage, host in self._host_base:
-                freed += host.nbytes
-                storage.resize_(0)
-            for tensor, host in self._host_state.values():
-                freed += host.nbytes
-                tensor.untyped_storage().resize_(0)
+            for storage, _ in self._host_base:
+                freed += _emptied(storage)
+            for tensor, _ in self._host_state.values():
+                freed += _emptied(tensor.untyped_storage())
             self._offloaded = True
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -101,11 +99,11 @@ class DeviceMemory:
         moved = 0
         if self._offloaded:
             for storage, host in self._host_base:
-                storage.resize_(host.nbytes)
+                _refilled(storage, host.nbytes)
                 _bytes_of(storage).copy_(host, non_blocking=True)
                 moved += host.nbytes
             for tensor, host in self._host_state.values():
-                tensor.untyped_storage().resize_(host.nbytes)
+                _refilled(tensor.untyped_storage(), host.nbytes)
                 tensor.copy_(host, non_blocking=True)
                 moved += host.nbytes
             if torch.cuda.is_available():
@@ -132,6 +130,24 @@ class DeviceMemory:
         self._copy = host_copy([_bytes_of(storage) for storage in storages], self._folder)
         self._host_base = list(zip(storages, self._copy.pieces, strict=True))
         return self._copy.written
+
+
+def _emptied(storage: torch.UntypedStorage) -> int:
+    """Free a storage; returns the bytes.
+
+    On the CPU, a storage that numpy has looked at (a fingerprint does) can never be resized again;
+    it stays, and there the host is the device anyway.
+    """
+    if not storage.resizable():
+        return 0
+    freed = storage.nbytes()
+    storage.resize_(0)
+    return freed
+
+
+def _refilled(storage: torch.UntypedStorage, size: int) -> None:
+    if storage.nbytes() != size:
+        storage.resize_(size)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

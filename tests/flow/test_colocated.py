@@ -1,7 +1,7 @@
 """Engine and trainer on the same devices: what the run says of the base's copy on the host.
 
-The engine is a fake that can release its memory; its log-probabilities are no model's, so the first
-check of an adapter ends the run.
+The engine is a fake that can release its memory. Where its log-probabilities are no model's, the
+first check of an adapter ends the run.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from glm_lora.arch.spec import TINY
+from glm_lora.report.run_data import read_lines
+from tests.flow.serving_model import ModelSglang
 from tests.flow.test_train_tiny import LAUNCHER
 from tests.prepared import folders
 from tests.rollout.fake_sglang import FakeSglang, running
 
-COLOCATED = ["--rollout-engine", "sglang", "--sglang-colocated", "--num-rollout", "1"]
+COLOCATED = ["--rollout-engine", "sglang", "--sglang-colocated"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
 
 
 @pytest.fixture
@@ -29,18 +33,19 @@ def server():
         yield fake, url
 
 
-def run(root: Path, folder: Path, url: str, launcher: str, *options: str) -> str:
+def start(root: Path, folder: Path, url: str, launcher: str, *options: str) -> list[str]:
+    """The command that trains tiny with the server at ``url``."""
     starter = [sys.executable]
     if launcher == "torchrun":
         starter += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*starter, LAUNCHER, "train", "--model-name", "tiny", "--launcher", launcher]
     command += ["--run-dir", str(folder / "run"), "--rollout-engine-urls", url, *COLOCATED]
-    done = subprocess.run(
-        [*command, *folders(root), *options],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
-    )
+    return [*command, *folders(root), *options]
+
+
+def run(root: Path, folder: Path, url: str, launcher: str, *options: str) -> str:
+    command = start(root, folder, url, launcher, "--num-rollout", "1", *options)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 1
     return done.stdout + done.stderr
 
@@ -62,3 +67,31 @@ def test_a_line_says_how_the_base_is_held(server, tiny_root, tmp_path, launcher,
     assert f"{ranks} rank(s), 1 machine(s))" in line and "of its own" not in line
     asked = [path for path, _ in fake.requests]
     assert "/release_memory_occupation" in asked and not fake.released, "it got its memory back"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("launcher", ["inline", "torchrun", "ray"])
+def test_the_reward_rises_with_sglangs_protocol(tiny_root, tmp_path, launcher):
+    """The whole job: released for every training, taken back, synced, probed, sampled from."""
+    fake = ModelSglang(tiny_root / "models" / "tiny", rank=8, alpha=16.0)
+    rollouts = 30 if launcher == "inline" else 4
+    with running(fake) as url:
+        command = start(tiny_root, tmp_path, url, launcher, "--num-rollout", str(rollouts))
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = read_lines(tmp_path / "run" / "metrics.jsonl")
+    rewards = [r["rollout/raw_reward"] for r in records]
+    assert len(rewards) == rollouts
+    if rollouts == 30:
+        assert np.mean(rewards[:5]) <= 0.40
+        assert np.mean(rewards[-5:]) >= 0.50
+    # bf16 travels, so the engine's adapter is rounded; both sides compute in fp32 from it.
+    assert max(r["train/train_rollout_logprob_abs_diff"] for r in records) <= 1e-4
+    paths = [path for path, _ in fake.requests]
+    assert paths.count("/release_memory_occupation") == paths.count("/resume_memory_occupation")
+    assert paths.count("/release_memory_occupation") >= rollouts
+    # 16 prompts, 8 samples each and the probe, all with the newest adapter; the last is probed only.
+    named = [count for name, count in fake.served.items() if name is not None]
+    assert named == [129] * rollouts + [1]
+    assert fake.most_loaded <= 2

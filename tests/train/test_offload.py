@@ -63,6 +63,18 @@ def test_taking_the_memory_when_it_is_held_does_nothing(worker_of):
     assert worker.verify_base() == digest
 
 
+def test_a_tensor_that_numpy_has_looked_at_comes_back_too(worker_of):
+    """Its CPU storage can never be resized again; the drift check looks at adapters so."""
+    worker = worker_of()
+    adapter = next(iter(worker.adapters.parameters().values()))
+    before = adapter.detach().numpy().copy()
+    worker.offload()
+    with torch.no_grad():
+        adapter.fill_(7)  # whatever happens to the device's memory meanwhile
+    worker.onload()
+    assert (adapter.detach().numpy() == before).all()
+
+
 def test_a_checkpoint_saved_while_the_memory_is_away_is_whole(worker_of, tmp_path):
     worker = worker_of()
     generator = torch.Generator().manual_seed(1)
