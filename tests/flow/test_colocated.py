@@ -91,7 +91,7 @@ def test_the_reward_rises_with_sglangs_protocol(tiny_root, tmp_path, launcher):
     paths = [path for path, _ in fake.requests]
     assert paths.count("/release_memory_occupation") == paths.count("/resume_memory_occupation")
     assert paths.count("/release_memory_occupation") >= rollouts
-    # 16 prompts, 8 samples each and the probe, all with the newest adapter; the last is probed only.
+    # 16 prompts, 8 samples each and a probe with the newest adapter; the last is only probed.
     named = [count for name, count in fake.served.items() if name is not None]
     assert named == [129] * rollouts + [1]
     assert fake.most_loaded <= 2
