@@ -67,7 +67,8 @@ class ParallelConfig(_Strict):
     pipeline_layers: tuple[int, ...] = ()
     """Layers per pipeline stage; empty splits them evenly with the remainder on the last stages."""
     recompute: Literal["full", "mlp", "attention", "none"] = "full"
-    """Which part of each layer is run again in the backward pass instead of kept."""
+    """Which part of each layer is run again in the backward pass instead of kept (never of the
+    last layer, whose backward pass comes next)."""
     max_tokens_per_gpu: int = Field(default=8192, ge=1)
     """Token budget of one micro-batch."""
     drift_check_interval: int = Field(default=10, ge=0)

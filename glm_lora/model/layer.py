@@ -74,12 +74,20 @@ class DecoderLayer(nn.Module):
             mlp = GatedMLP(spec, prefix, spec.intermediate_size, ctx, dtype)
         self.mlp = half(mlp)
 
-    def forward(self, streams: Tensor, batch: ModelBatch) -> Tensor:
-        """Streams ``[local tokens, m, H]`` in and out."""
-        if self.recompute == "full" and torch.is_grad_enabled():
+    def forward(self, streams: Tensor, batch: ModelBatch, backward_next: bool = False) -> Tensor:
+        """Streams ``[local tokens, m, H]`` in and out.
+
+        Args:
+            streams: Of the layer before.
+            batch: The micro-batch.
+            backward_next: The backward pass begins with this layer. What it needs would be made
+                again at once, when as much memory is in use: nothing is run again.
+        """
+        recompute = "none" if backward_next or not torch.is_grad_enabled() else self.recompute
+        if recompute == "full":
             return self._again(self._both, streams, batch)
         for name, half in (("attention", self.attention), ("mlp", self.mlp)):
-            if self.recompute == name and torch.is_grad_enabled():
+            if recompute == name:
                 streams = self._again(half, streams, batch)
             else:
                 streams = half(streams, batch)

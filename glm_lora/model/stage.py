@@ -72,7 +72,8 @@ class Stage(nn.Module):
         if streams is None:
             streams = self._embed(batch)
         for layer in self.layers:
-            streams = cast(Tensor, layer(streams, batch))
+            backward_next = self.is_last and layer is self.layers[-1]
+            streams = cast(Tensor, layer(streams, batch, backward_next))
         if not self.is_last:
             return streams
         return self.norm(streams.mean(1))
