@@ -13,6 +13,16 @@ if str(ROOT) not in sys.path:
 torch.set_num_threads(1)
 
 
+@pytest.fixture
+def wide_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Error messages in which no path is broken over two lines."""
+    from rich.console import Console
+
+    from glm_lora import cli
+
+    monkeypatch.setattr(cli, "err", Console(stderr=True, width=600))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory):
     """What ``prepare --model-name tiny`` made, once for the whole session."""
@@ -26,3 +36,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
 def tiny_root(tiny) -> Path:
     """The folder in which it lies (``tests.prepared.folders`` gives the options)."""
     return tiny.ref_load.parent.parent
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the tiny size with random weights, written by transformers."""
+    from tests.tiny_checkpoint import write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("base"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from glm_lora.config import PrepareConfig
+from glm_lora.config import PrepareConfig, TrainConfig
+from glm_lora.settings import resolve_train
 
 
 def tiny_config(root: Path, **changes: object) -> PrepareConfig:
@@ -16,6 +17,13 @@ def tiny_config(root: Path, **changes: object) -> PrepareConfig:
         "data_dir": root / "data",
     }
     return PrepareConfig.model_validate({**values, **changes})
+
+
+def tiny_train_config(root: Path, run_dir: Path, **values: object) -> TrainConfig:
+    """A resolved run in one process, with what was prepared below ``root``."""
+    given = {"model_name": "tiny", "launcher": "inline", "run_dir": str(run_dir), **values}
+    models, ckpts, data = (root / name for name in ("models", "ckpt", "data"))
+    return resolve_train(given, models=models, ckpts=ckpts, data=data)
 
 
 def folders(root: Path) -> list[str]:

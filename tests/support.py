@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
+import psutil
+import pytest
 import torch
 
 
@@ -28,6 +35,41 @@ def close(actual, expected, why: str, atol: float = 0.0, rtol: float = 0.0) -> N
         f"{np.nanmean(gap):.4g}, at {tuple(map(int, worst))}: {got[worst]:.8g} instead of "
         f"{want[worst]:.8g}); atol {atol:g}, rtol {rtol:g}: {why}"
     )
+
+
+def load_whole(folder: Path):
+    """The model that transformers reads from ``folder``, which holds every weight and no other."""
+    from transformers import Glm5NextForConditionalGeneration
+
+    model, info = Glm5NextForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model
+
+
+def words(text: str) -> str:
+    """``text`` without the frame of an error message and its line breaks."""
+    return " ".join(text.replace("\u2502", " ").split())
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    """A disk in memory, mounted on ``folder`` with ``options``; skips where that is not allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def _array(value) -> np.ndarray:

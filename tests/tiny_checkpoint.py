@@ -50,6 +50,12 @@ def tiny_selection(spec: ModelSpec = TINY, rank: int = 4, **kwargs) -> Selection
     return make_selection("tiny", spec, trainable_sites(spec), rank=rank, alpha=2 * rank, **kwargs)
 
 
+def mixed_ranks(group: str) -> Selection:
+    """All trainable sites of tiny: rank 2 in ``group``, rank 4 elsewhere, one scaling."""
+    ranks = {s.disk_name: 2 for s in trainable_sites(TINY) if s.group == group}
+    return tiny_selection(ranks=ranks)
+
+
 def random_state(
     selection: Selection,
     *,

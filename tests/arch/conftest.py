@@ -3,8 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_checkpoint import write_checkpoint
-
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
@@ -26,9 +24,3 @@ def golden_script():
 def flash_on_meta(golden_script):
     """transformers' own full-size model, without storage."""
     return golden_script.model_on_meta()
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory):
-    """A checkpoint that transformers wrote: config.json and one safetensors file."""
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))

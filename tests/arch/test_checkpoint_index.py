@@ -58,8 +58,8 @@ def refused(folder: Path, kind: type[GlmLoraError], says: str, spec=TINY) -> Non
     assert error.value.exit_code == 2
 
 
-def test_what_transformers_wrote_is_accepted(tiny_folder: Path) -> None:
-    assert verify_sites(index_of(tiny_folder), TINY) == 43
+def test_what_transformers_wrote_is_accepted(base: Path) -> None:
+    assert verify_sites(index_of(base), TINY) == 43
 
 
 def test_a_sharded_checkpoint(tmp_path: Path) -> None:

@@ -64,10 +64,10 @@ def test_vision_names_are_transformers(flash_on_meta) -> None:
     assert set(vision_modules()) == theirs
 
 
-def test_disk_names_and_shapes_are_those_transformers_writes(tiny_folder: Path) -> None:
+def test_disk_names_and_shapes_are_those_transformers_writes(base: Path) -> None:
     theirs = {
         name: info.shape
-        for name, info in read_header(tiny_folder / "model.safetensors").items()
+        for name, info in read_header(base / "model.safetensors").items()
         if ".visual." not in name
     }
     ours: dict[str, tuple[int, ...]] = {}
@@ -96,12 +96,12 @@ def test_the_released_checkpoint_has_this_many_tensors(flash_on_meta) -> None:
     assert text + scales + vision + mtp == 76_108
 
 
-def test_config_and_builtin_agree(tiny_folder: Path) -> None:
-    assert spec_from_dir(tiny_folder) == TINY
+def test_config_and_builtin_agree(base: Path) -> None:
+    assert spec_from_dir(base) == TINY
 
 
-def test_the_nested_spelling_of_the_released_config(tmp_path: Path, tiny_folder: Path) -> None:
-    config = json.loads((tiny_folder / "config.json").read_text())
+def test_the_nested_spelling_of_the_released_config(tmp_path: Path, base: Path) -> None:
+    config = json.loads((base / "config.json").read_text())
     text = config["text_config"]
     text["linear_attn_config"] = {
         "head_dim": text.pop("linear_head_dim"),

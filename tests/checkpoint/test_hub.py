@@ -18,8 +18,8 @@ from glm_lora.checkpoint.progress import Progress
 from glm_lora.errors import CheckpointError
 from tests.checkpoint.hub_server import Hub
 from tests.checkpoint.released_case import SMALL, case
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 REPO = "zai-org/small"
 DEEP = replace(SMALL, num_hidden_layers=12, layer_types=(), mlp_layer_types=())
 

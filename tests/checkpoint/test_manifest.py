@@ -29,16 +29,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def base(finished: Path, tmp_path: Path) -> Path:
+def made(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "base"))
 
 
-def test_what_it_says(base: Path) -> None:
-    manifest = read_manifest(base)
+def test_what_it_says(made: Path) -> None:
+    manifest = read_manifest(made)
     assert manifest.spec == TINY and manifest.source["seed"] == 0
     assert set(manifest.made_with) == {"glm-lora", "torch"}
-    assert manifest.files == {p.name: p.stat().st_size for p in (base / RELEASE).glob("*.distcp")}
-    assert check_base(base, TINY) == manifest
+    assert manifest.files == {p.name: p.stat().st_size for p in (made / RELEASE).glob("*.distcp")}
+    assert check_base(made, TINY) == manifest
 
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -53,28 +53,28 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_edits(base: Path, name: str) -> None:
+def test_edits(made: Path, name: str) -> None:
     edit, message = EDITS[name]
-    path = base / RELEASE / MANIFEST
+    path = made / RELEASE / MANIFEST
     data = json.loads(path.read_text())
     edit(data)
     path.write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match=message) as caught:
-        check_base(base, TINY)
+        check_base(made, TINY)
     assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
-def test_no_json(base: Path, text: str) -> None:
-    (base / RELEASE / MANIFEST).write_bytes(text.encode("latin-1"))
+def test_no_json(made: Path, text: str) -> None:
+    (made / RELEASE / MANIFEST).write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be used.*--force"):
-        check_base(base, TINY)
+        check_base(made, TINY)
 
 
-def test_missing(base: Path) -> None:
-    (base / RELEASE / MANIFEST).unlink()
+def test_missing(made: Path) -> None:
+    (made / RELEASE / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json does not exist"):
-        check_base(base, TINY)
+        check_base(made, TINY)
 
 
 def test_a_base_is_built_from_a_source_tree_too(

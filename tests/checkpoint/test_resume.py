@@ -20,8 +20,8 @@ from glm_lora.checkpoint.progress import Progress
 from glm_lora.checkpoint.torch_dist import RELEASE, TRACKER
 from glm_lora.errors import CheckpointError
 from tests.checkpoint.released_case import SMALL, case
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS, CHUNKS = 150_000, 10_000
 CHILD = f"""
 import sys, torch

@@ -5,20 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Glm5NextForConditionalGeneration
+from transformers import AutoTokenizer
 
 from glm_lora.arch.spec import TINY, spec_from_dir
 from glm_lora.checkpoint import tiny as toy
 from glm_lora.checkpoint.prepare import PrepareResult
+from tests.support import load_whole
 
 
 @pytest.fixture(scope="module")
 def model(tiny: PrepareResult) -> torch.nn.Module:
-    loaded, info = Glm5NextForConditionalGeneration.from_pretrained(
-        tiny.hf_checkpoint, output_loading_info=True
-    )
-    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    return loaded.eval()
+    return load_whole(tiny.hf_checkpoint).eval()
 
 
 def test_headroom(model: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ from glm_lora.cli import app
 from glm_lora.model.plan import check_topology
 from glm_lora.settings import resolve_train
 from tests.conftest import ROOT
+from tests.tiny_runs import train
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ELSEWHERE = {
@@ -62,12 +63,8 @@ def test_every_shape_on_the_train_page_fits_the_model():
 
 
 def test_every_metric_that_a_page_names_is_written(tiny_root, tmp_path):
-    from glm_lora.cli import main
-    from tests.prepared import folders
-
     run = tmp_path / "run"
-    arguments = ["train", "--model-name", "tiny", "--launcher", "inline", "--num-rollout", "1"]
-    assert main([*arguments, "--run-dir", str(run), *folders(tiny_root)]) == 0
+    assert train(tiny_root, run, "--num-rollout", "1") == 0
     written = set(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]))
     written |= {"time/save", "time/save_wait", "time/eval"}  # of rollouts after which one was due
     for page in PAGES:

@@ -26,23 +26,16 @@ from glm_lora.export.peft import (
     target_pattern,
 )
 from glm_lora.targets.selection import make_selection
+from tests.merged_model import MergedModel
 from tests.support import close
 from tests.tiny_checkpoint import random_state, tiny_selection
 
 TOKENS = ((3, 5, 7, 11, 2, 9, 30, 4), (8, 8, 1, 19, 21))
 
 
-def merged_logprobs(base, state, tokens):
-    """The formula written out: W + alpha/r B A on plain transformers."""
-    model = Glm5NextForConditionalGeneration.from_pretrained(base, dtype=torch.float32).eval()
-    weights = dict(model.named_parameters())
-    with torch.no_grad():
-        for adapter in state.selection.adapters:
-            delta = state.tensors[adapter.b_key].float() @ state.tensors[adapter.a_key].float()
-            weights[f"{adapter.site.name}.weight"] += adapter.scaling * delta
-        ids = torch.tensor([tokens])
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+@pytest.fixture(scope="module")
+def merged(base):
+    return MergedModel(base)
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +48,8 @@ def exported(base, state, tmp_path_factory):
     return export_peft(state, tmp_path_factory.mktemp("peft") / "adapter", str(base))
 
 
-def test_reload_with_stock_peft_equals_the_merged_weights(base, state, exported):
-    references = [Reference(t, merged_logprobs(base, state, t)) for t in TOKENS]
+def test_reload_with_stock_peft_equals_the_merged_weights(base, merged, state, exported):
+    references = [Reference(t, merged.logprobs(t, state)) for t in TOKENS]
     report = check_peft(exported, base, state, references)
     assert report.num_sites == 43
     assert report.num_tensors == 86
@@ -64,11 +57,11 @@ def test_reload_with_stock_peft_equals_the_merged_weights(base, state, exported)
     assert report.effect > 0.1, "an adapter that does nothing would pass every comparison"
 
 
-def test_check_fails_for_another_adapter_and_for_other_numbers(base, state, exported):
+def test_check_fails_for_another_adapter_and_for_other_numbers(base, merged, state, exported):
     other = random_state(state.selection, seed=9)
     with pytest.raises(ExportError, match="other values than were exported"):
         check_peft(exported, base, other)
-    wrong = Reference(TOKENS[0], merged_logprobs(base, other, TOKENS[0]))
+    wrong = Reference(TOKENS[0], merged.logprobs(TOKENS[0], other))
     with pytest.raises(ExportError, match="differs from the trainer"):
         check_peft(exported, base, state, [wrong])
     nans = Reference(TOKENS[0], np.full(len(TOKENS[0]) - 1, np.nan))
@@ -85,7 +78,7 @@ def test_check_counts_what_peft_adapts(base, state, exported, tmp_path):
         check_peft(tmp_path, base, state)
 
 
-def test_ranks_per_group_are_padded_at_constant_scaling(base, tmp_path):
+def test_ranks_per_group_are_padded_at_constant_scaling(base, merged, tmp_path):
     sites = trainable_sites(TINY)
     ranks = {s.disk_name: 2 for s in sites if s.group == "dense_mlp"}
     selection = make_selection("tiny", TINY, sites, rank=4, alpha=6.0, ranks=ranks)
@@ -94,7 +87,7 @@ def test_ranks_per_group_are_padded_at_constant_scaling(base, tmp_path):
     config = json.loads((folder / CONFIG_FILE).read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 6)
     assert {t.shape[0] for k, t in load_file(folder / WEIGHTS_FILE).items() if "lora_A" in k} == {4}
-    check_peft(folder, base, state, [Reference(t, merged_logprobs(base, state, t)) for t in TOKENS])
+    check_peft(folder, base, state, [Reference(t, merged.logprobs(t, state)) for t in TOKENS])
     again = load_adapter(folder, TINY)
     assert again.digest == state.digest
     assert again.selection == selection

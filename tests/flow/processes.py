@@ -13,10 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.conftest import ROOT
 from tests.prepared import folders
-
-LAUNCHER = str(ROOT / "launchers" / "run_glm5_3_flash_lora.py")
+from tests.tiny_runs import LAUNCHER
 
 
 class Run:

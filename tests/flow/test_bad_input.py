@@ -10,19 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from glm_lora import cli
 from glm_lora.cli import main
-from tests.flow.test_train_tiny import LAUNCHER
+from tests.conftest import ROOT
 from tests.prepared import folders
+from tests.support import small_disk, words
 
 
 @pytest.fixture
-def call(tiny_root, tmp_path, capsys, monkeypatch):
+def call(tiny_root, tmp_path, capsys, wide_errors):
     """Run a command on the tiny model; returns exit code, error text and the run folder."""
-    # Wide enough that no path is broken over two lines.
-    monkeypatch.setattr(cli, "err", Console(stderr=True, width=500))
 
     def run(*options: str, command: str = "train") -> tuple[int, str, Path]:
         run_dir = tmp_path / "run"
@@ -31,8 +28,7 @@ def call(tiny_root, tmp_path, capsys, monkeypatch):
             arguments += ["--launcher", "inline", "--run-dir", str(run_dir)]
         code = main([*arguments, *options])
         captured = capsys.readouterr()
-        text = " ".join((captured.err + captured.out).replace("\u2502", " ").split())
-        return code, text, run_dir
+        return code, words(captured.err + captured.out), run_dir
 
     return run
 
@@ -149,24 +145,17 @@ def test_an_output_folder_with_other_files(call, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk(call, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4k,nr_inodes=40", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
+    with small_disk(tmp_path / "disk", "size=4k,nr_inodes=40") as disk:
         (disk / "filler").write_bytes(b"x" * 4096)
         code, text, _ = call("--run-dir", str(disk / "run"))
         assert code == 2 and "cannot be written" in text, text
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_errors_come_before_torch_is_imported():
     """A wrong selection fails in the torch-free half, so it costs well under a second."""
     script = (
         "import sys; sys.argv[0] = 'x'\n"
-        f"sys.path.insert(0, {str(Path(LAUNCHER).parent.parent)!r})\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from glm_lora.cli import main\n"
         "code = main(['train', '--model-name', 'tiny', '--target-modules', 'q_prj'])\n"
         "heavy = {'torch', 'transformers', 'ray', 'megatron', 'peft'} & set(sys.modules)\n"

@@ -8,22 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from glm_lora import cli
 from glm_lora.cli import main
 from tests.conftest import ROOT
 from tests.report.run_folders import write_run
+from tests.support import words
 
 
 @pytest.fixture
-def call(capsys, monkeypatch):
+def call(capsys, wide_errors):
     """Run a command in this process; returns exit code and error text."""
-    monkeypatch.setattr(cli, "err", Console(stderr=True, width=500))
 
     def run(*arguments: str) -> tuple[int, str]:
         code = main(list(arguments))
-        return code, " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+        return code, words(capsys.readouterr().err)
 
     return run
 

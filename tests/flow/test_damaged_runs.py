@@ -9,7 +9,10 @@ import pytest
 
 from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.cli import main
-from tests.flow.test_train_tiny import metric, train
+from tests.support import words
+from tests.tiny_runs import metric, train
+
+pytestmark = pytest.mark.usefixtures("wide_errors")
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +27,6 @@ def saved(tiny_root, tmp_path_factory) -> Path:
 @pytest.fixture
 def run(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
-
-
-def words(text: str) -> str:
-    return " ".join(text.replace("\u2502", " ").split())
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "600")
 
 
 def test_an_export_takes_the_last_whole_line_of_the_metrics(run, tmp_path):

@@ -18,7 +18,8 @@ import pytest
 
 from glm_lora.checkpoint.train_state import latest_checkpoint
 from tests.flow.processes import Run
-from tests.flow.test_train_tiny import adapter, metric, train
+from tests.support import small_disk
+from tests.tiny_runs import adapter, metric, train
 
 ROLLOUTS = 8
 LONG = ["--num-rollout", "500", "--save-interval", "1"]
@@ -197,12 +198,7 @@ def test_a_killed_reward_worker_costs_one_score(tiny_root, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_costs_checkpoints_and_not_the_run(tiny_root, tmp_path, undisturbed):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
+    with small_disk(tmp_path / "disk", "size=3m") as disk:
         more = ["--save-interval", "1", "--keep-last", "9"]
         with Run(tiny_root, disk / "run", *options(*more), log=tmp_path / "log") as run:
             assert run.wait() == 1, run.text()
@@ -219,5 +215,3 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(tiny_root, tmp_path, undi
             assert run.wait() == 0, run.text()
         assert metric(disk / "run", "train/grad_norm") == metric(undisturbed, "train/grad_norm")
         assert adapter(disk / "run") == adapter(undisturbed)
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)

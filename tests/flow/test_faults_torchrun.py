@@ -13,8 +13,8 @@ import pytest
 
 from glm_lora.checkpoint.train_state import latest_checkpoint
 from tests.conftest import ROOT
-from tests.flow.test_train_tiny import metric
 from tests.prepared import folders
+from tests.tiny_runs import metric
 
 SCRIPT = Path(__file__).parent / "faulty_launcher.py"
 

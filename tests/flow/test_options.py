@@ -9,8 +9,8 @@ import pytest
 
 from glm_lora.cli import main
 from glm_lora.report.run_data import read_lines
-from tests.flow.test_train_tiny import adapter, metric, train
 from tests.prepared import folders
+from tests.tiny_runs import adapter, metric, train
 
 
 def test_rollout_and_training_overlap_by_one_step(tiny_root, tmp_path):

@@ -16,7 +16,7 @@ from glm_lora.checkpoint.train_state import LocalTensor, load_train_state, read_
 from glm_lora.config import TrainConfig, from_toml, to_toml
 from glm_lora.protocols import AdapterRef, TrainBatch, TrainSample
 from tests.conftest import ROOT
-from tests.flow.test_train_tiny import train
+from tests.tiny_runs import train
 
 SCRIPT = Path(__file__).parent / "resume_worker.py"
 SHAPES = {

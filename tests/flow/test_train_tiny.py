@@ -17,26 +17,9 @@ import torch
 from glm_lora.cli import main
 from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.report.run_data import read_lines
-from tests.conftest import ROOT
-from tests.prepared import folders
-
-LAUNCHER = str(ROOT / "launchers" / "run_glm5_3_flash_lora.py")
-
-
-def train(root: Path, run: Path, *options: str, launcher: str = "inline") -> int:
-    arguments = ["train", "--model-name", "tiny", "--launcher", launcher, "--run-dir", str(run)]
-    return main([*arguments, *folders(root), *options])
-
-
-def metric(run: Path, name: str) -> list[float]:
-    return [record[name] for record in read_lines(run / "metrics.jsonl")]
-
-
-def adapter(run: Path) -> str:
-    """Fingerprint of the exported adapter: equal for bit-equal tensors."""
-    from safetensors.torch import load_file
-
-    return fingerprint_tensors(load_file(run / "adapter" / "adapter_model.safetensors"))
+from tests.prepared import folders, tiny_train_config
+from tests.support import close
+from tests.tiny_runs import LAUNCHER, adapter, metric, train
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +237,6 @@ def test_the_merged_checkpoint_answers_as_base_plus_adapter(whole_run, tiny, tmp
     from peft import PeftModel
     from transformers import Glm5NextForConditionalGeneration as Model
 
-    from tests.support import close
-
     output = tmp_path / "merged"
     assert (
         main(["export", "--run", str(whole_run), "--format", "merged", "--output", str(output)])
@@ -303,7 +284,6 @@ def test_an_adapter_without_gradient_stops_the_run_and_is_named(tiny_root, tmp_p
     from glm_lora.errors import TrainingError
     from glm_lora.lora.attach import attach_adapters
     from glm_lora.report.console import SilentListener
-    from glm_lora.settings import resolve_train
     from glm_lora.train import worker
 
     dead = "model.language_model.layers.3.mlp.shared_experts.up_proj"
@@ -314,10 +294,7 @@ def test_an_adapter_without_gradient_stops_the_run_and_is_named(tiny_root, tmp_p
         return adapters
 
     monkeypatch.setattr(worker, "attach_adapters", with_a_dead_one)
-    values = {"model_name": "tiny", "launcher": "inline", "run_dir": str(tmp_path / "run")}
-    names = ("models", "ckpt", "data")
-    models, ckpts, data = (tiny_root / name for name in names)
-    config = resolve_train(values, models=models, ckpts=ckpts, data=data)
+    config = tiny_train_config(tiny_root, tmp_path / "run")
     with pytest.raises(TrainingError, match="by update 2") as caught:
         run_training(plan(config), SilentListener())
     assert dead in str(caught.value)

@@ -5,10 +5,9 @@ import json
 
 from rich.console import Console
 
-from glm_lora.cli import main
 from glm_lora.report.console import ConsoleListener, JsonListener
 from glm_lora.report.sinks import JsonlSink
-from tests.prepared import folders
+from tests.tiny_runs import train
 
 METRICS = {"rollout/raw_reward": 0.5, "train/grad_norm": float("nan"), "time/rollout": 1.25}
 
@@ -40,10 +39,9 @@ def test_json_lines_hold_what_metrics_jsonl_holds(tmp_path):
 
 
 def test_the_command_prints_nothing_but_json(tiny_root, tmp_path, capfd):
-    arguments = ["train", "--model-name", "tiny", "--launcher", "inline", "--num-rollout", "2"]
-    arguments += ["--run-dir", str(tmp_path / "run"), "--log-format", "json"]
-    assert main([*arguments, *folders(tiny_root)]) == 0
+    run = tmp_path / "run"
+    assert train(tiny_root, run, "--num-rollout", "2", "--log-format", "json") == 0
     events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [e["step"] for e in events if e["event"] == "rollout"] == [0, 1]
-    assert events[-1] == {"event": "finished", "run_dir": str(tmp_path / "run")}
-    assert main([*arguments[:-1], "yaml", *folders(tiny_root)]) == 2
+    assert events[-1] == {"event": "finished", "run_dir": str(run)}
+    assert train(tiny_root, run, "--log-format", "yaml") == 2

@@ -15,6 +15,7 @@ from glm_lora.report.run_data import load_run, read_lines
 from glm_lora.report.svg import HEIGHT, WIDTH, short, svg, thin, ticks, x_scale, y_scale
 from glm_lora.report.watch import watch
 from tests.report.run_folders import NASTY, write_run
+from tests.tiny_runs import train
 
 
 @pytest.fixture
@@ -236,16 +237,9 @@ def test_the_command(run, tmp_path, capsys):
         write_report(tmp_path)
 
 
-def train(root, run, *options):
-    from tests.prepared import folders
-
-    arguments = ["train", "--model-name", "tiny", "--launcher", "inline", "--run-dir", str(run)]
-    return main([*arguments, "--num-rollout", "2", *folders(root), *options])
-
-
 def test_a_run_leaves_its_report(tiny_root, tmp_path):
     run = tmp_path / "run"
-    assert train(tiny_root, run) == 0
+    assert train(tiny_root, run, "--num-rollout", "2") == 0
     data = load_run(run)
     assert data.end["event"] == "finished" and not data.running
     assert data.started["versions"]["python"] and "transformers" in data.started["engine"]
@@ -258,6 +252,6 @@ def test_a_run_leaves_its_report(tiny_root, tmp_path):
 
 def test_a_run_that_went_wrong_leaves_its_report_too(tiny_root, tmp_path):
     run = tmp_path / "run"
-    assert train(tiny_root, run, "--logprob-diff-limit", "1e-12") == 1
+    assert train(tiny_root, run, "--num-rollout", "2", "--logprob-diff-limit", "1e-12") == 1
     page = (run / "report.html").read_text()
     assert "trainer and engine differ" in page and ">failed" in page

@@ -18,6 +18,7 @@ from glm_lora.errors import ConfigError, DataError
 from glm_lora.protocols import Finish
 from glm_lora.rl.rewards import Answer, ExactReward, OverlongPenalty, make_reward, reward_of
 from glm_lora.rl.verifiers import HttpReward, WorkerReward, file_reward
+from tests.support import is_running
 
 HOSTILE = r"\boxed{2003^{2002^{2001}}}"
 
@@ -166,18 +167,10 @@ def test_what_a_verifier_started_is_ended_with_it(user_reward, tmp_path):
     assert score.value is None
     pid = int(file.read_text())
     for _ in range(100):
-        if not _runs(pid):
+        if not is_running(pid):
             return
         time.sleep(0.05)
     pytest.fail("the verifier's child is still running")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_an_async_function(tmp_path):
@@ -220,9 +213,9 @@ def test_close_ends_the_processes(tmp_path):
     )
     reward = file_reward(path, 5.0, workers=2)
     pids = {int(s.value or 0) for s in reward.score([answer()] * 8)}
-    assert pids and all(_runs(pid) and pid != os.getpid() for pid in pids)
+    assert pids and all(is_running(pid) and pid != os.getpid() for pid in pids)
     reward.close()
-    assert not any(_runs(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -21,20 +21,15 @@ from glm_lora.rollout.embedded import EmbeddedEngine
 from glm_lora.rollout.peft_policy import cache_argument
 from glm_lora.targets.selection import make_selection
 from tests.support import close
-from tests.tiny_checkpoint import random_state, tiny_selection, write_checkpoint
+from tests.tiny_checkpoint import random_state, tiny_selection
 
 CACHED = "cached, padded and chunked passes reorder fp32 sums over 4 layers of width 64"
 SELECTION = tiny_selection()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("embedded") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def engine(folder):
-    engine = EmbeddedEngine(folder, SELECTION, dtype=torch.float32, return_routed_experts=True)
+def engine(base):
+    engine = EmbeddedEngine(base, SELECTION, dtype=torch.float32, return_routed_experts=True)
     yield engine
     engine.close()
 
@@ -46,9 +41,9 @@ def state(engine):
     return state
 
 
-def reference_model(folder, state) -> PeftModel:
+def reference_model(checkpoint, state) -> PeftModel:
     """Stock PEFT: its own target matching, the adapter written key by key."""
-    base = Glm5NextForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    base = Glm5NextForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
     names = [a.site.name for a in state.selection.adapters]
     rank, alpha = state.selection.rank, int(state.selection.alpha)
     model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=alpha, target_modules=names))
@@ -103,8 +98,8 @@ def test_it_is_a_rollout_engine(engine):
     assert what.routed_experts
 
 
-def test_logprobs_of_samples_equal_full_forward_passes(engine, state, folder):
-    model = reference_model(folder, state)
+def test_logprobs_of_samples_equal_full_forward_passes(engine, state, base):
+    model = reference_model(base, state)
     samples = engine.generate(MIXED, state.ref())
     origin = [r for r in MIXED for _ in range(r.n)]
     for sample, asked in zip(samples, origin, strict=True):
@@ -133,9 +128,9 @@ def test_stops_limits_and_versions(engine, state):
     assert finishes == {Finish.STOP, Finish.LENGTH}
 
 
-def test_score_equals_full_forward_passes(engine, state, folder):
+def test_score_equals_full_forward_passes(engine, state, base):
     sequences = [*prompts((1, 2, 30, 7, 64), seed=5)]
-    model = reference_model(folder, state)
+    model = reference_model(base, state)
     for scored, ids in zip(engine.score(sequences, state.ref()), sequences, strict=True):
         close(scored, reference_logprobs(model, ids), CACHED, atol=2e-5)
     with model.disable_adapter():
@@ -235,8 +230,8 @@ def test_a_bad_push_is_refused_and_the_old_adapter_stays(engine, state):
         engine.score(sequence, AdapterRef("policy", 9))
 
 
-def test_only_the_loaded_version_is_served(folder):
-    engine = EmbeddedEngine(folder, SELECTION, dtype=torch.float32)
+def test_only_the_loaded_version_is_served(base):
+    engine = EmbeddedEngine(base, SELECTION, dtype=torch.float32)
     asked = [request(prompts((3,))[0])]
     with pytest.raises(RolloutError, match="holds no adapter"):
         engine.generate(asked, AdapterRef("policy", 0))
@@ -295,8 +290,8 @@ def test_a_broken_adapter_is_noticed(engine, state):
         engine.generate([request((2, 3))], state.ref())
 
 
-def test_routed_experts_are_those_of_a_full_forward_pass(engine, state, folder):
-    model = reference_model(folder, state)
+def test_routed_experts_are_those_of_a_full_forward_pass(engine, state, base):
+    model = reference_model(base, state)
     for sample in engine.generate(MIXED, state.ref()):
         ids = (sample.prompt_ids + sample.response_ids)[:-1]
         with torch.no_grad():
@@ -309,13 +304,13 @@ def test_routed_experts_are_those_of_a_full_forward_pass(engine, state, folder):
         assert np.array_equal(np.sort(routed), np.sort(expected.numpy()))
 
 
-def test_routing_is_recorded_only_when_asked(folder):
-    engine = EmbeddedEngine(folder, SELECTION, dtype=torch.float32)
+def test_routing_is_recorded_only_when_asked(base):
+    engine = EmbeddedEngine(base, SELECTION, dtype=torch.float32)
     assert engine.generate([request((2, 3))], BASE)[0].routed_experts is None
 
 
-def test_bf16_keeps_what_must_stay_fp32(folder):
-    engine = EmbeddedEngine(folder, SELECTION, dtype=torch.bfloat16)
+def test_bf16_keeps_what_must_stay_fp32(base):
+    engine = EmbeddedEngine(base, SELECTION, dtype=torch.bfloat16)
     kept = {
         name.rsplit(".", 1)[-1]
         for name, tensor in engine._policy._peft.get_base_model().named_parameters()
@@ -330,7 +325,7 @@ def test_bf16_keeps_what_must_stay_fp32(folder):
     close(sample.logprobs, scored[4:], "bf16 activations through 4 layers", atol=0.1)
 
 
-def test_sites_may_have_ranks_of_their_own(folder):
+def test_sites_may_have_ranks_of_their_own(base):
     sites = trainable_sites(TINY)
     ranks = {s.disk_name: 2 for s in sites if s.leaf in ("q_proj", "f_a_proj")}
     selection = make_selection("tiny", TINY, sites, rank=4, alpha=8, ranks=ranks)
@@ -342,8 +337,8 @@ def test_sites_may_have_ranks_of_their_own(folder):
         own = state.tensors[key]
         padded[key][: own.shape[0], : own.shape[1]] = own
     sequence = prompts((12,))
-    one = EmbeddedEngine(folder, selection, dtype=torch.float32)
-    two = EmbeddedEngine(folder, uniform, dtype=torch.float32)
+    one = EmbeddedEngine(base, selection, dtype=torch.float32)
+    two = EmbeddedEngine(base, uniform, dtype=torch.float32)
     one.push(state)
     two.push(replace(state, selection=uniform, tensors=padded))
     close(
@@ -354,26 +349,26 @@ def test_sites_may_have_ranks_of_their_own(folder):
     )
 
 
-def test_construction_errors(folder, tmp_path):
+def test_construction_errors(base, tmp_path):
     other = replace(TINY, hidden_size=128)
     with pytest.raises(TargetError, match="the selection was made for"):
-        EmbeddedEngine(folder, tiny_selection(other), dtype=torch.float32)
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+        EmbeddedEngine(base, tiny_selection(other), dtype=torch.float32)
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         EmbeddedEngine(tmp_path, SELECTION, dtype=torch.float32)
-    data = (folder / "model.safetensors").read_bytes()
+    data = (base / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         EmbeddedEngine(tmp_path, SELECTION, dtype=torch.float32)
 
 
-def test_a_checkpoint_without_a_weight_is_refused(folder, tmp_path):
+def test_a_checkpoint_without_a_weight_is_refused(base, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(base / "model.safetensors")
     del tensors["model.language_model.layers.1.self_attn.q_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match="no usable weight"):
         EmbeddedEngine(tmp_path, SELECTION, dtype=torch.float32)
 

@@ -14,6 +14,7 @@ from glm_lora.rollout.sglang_client import SglangClient
 from glm_lora.rollout.sglang_server import passed_flags
 from tests.prepared import folders
 from tests.rollout.fake_sglang import FakeSglang, running
+from tests.support import words
 
 KEY = "k3y-of-the-engine-9f27c1"
 
@@ -27,15 +28,13 @@ def server():
 
 
 @pytest.fixture
-def call(tiny_root, tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "600")
-
+def call(tiny_root, tmp_path, capfd, wide_errors):
     def run(*options: str, launcher: str = "inline") -> tuple[int, str]:
         arguments = ["train", "--model-name", "tiny", "--launcher", launcher, "--num-rollout", "1"]
         arguments += ["--rollout-engine", "sglang", "--run-dir", str(tmp_path / "run")]
         code = main([*arguments, *folders(tiny_root), *options])
         said = capfd.readouterr()
-        return code, " ".join((said.out + said.err).replace("\u2502", " ").split())
+        return code, words(said.out + said.err)
 
     return run
 

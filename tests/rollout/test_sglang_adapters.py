@@ -16,7 +16,6 @@ import torch
 from glm_lora.arch.spec import TINY
 from glm_lora.errors import RolloutError, SyncError
 from glm_lora.protocols import BASE, Request, SamplingParams
-from glm_lora.rollout import sglang_client
 from glm_lora.rollout.sglang import SglangEngine, attach_engine
 from glm_lora.rollout.sglang_adapters import (
     BEGIN_ROUTE,
@@ -33,14 +32,10 @@ from glm_lora.rollout.sglang_payload import (
 )
 from glm_lora.sync.push import push_and_verify, record_probe
 from tests.rollout.fake_sglang import FakeSglang, fake_logprobs, running
-from tests.tiny_checkpoint import random_state, tiny_selection
+from tests.tiny_checkpoint import mixed_ranks, random_state, tiny_selection
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
 TOKENS = (3, 5, 7, 11, 13)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(sglang_client, "_PAUSE", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -207,12 +202,7 @@ def test_a_session_that_may_have_opened_without_an_answer_is_ended(state):
 
 
 def test_ranks_per_group_are_padded_in_the_stream():
-    from glm_lora.arch.projections import trainable_sites
-    from glm_lora.targets.selection import make_selection
-
-    sites = trainable_sites(TINY)
-    ranks = {s.disk_name: 2 for s in sites if s.group == "kda"}
-    state = random_state(make_selection("tiny", TINY, sites, rank=4, alpha=8, ranks=ranks))
+    state = random_state(mixed_ranks("kda"))
     fake = FakeSglang(TINY, api="streamed")
     with engine_over(fake) as engine:
         assert engine.push(state).digest == state.digest

@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from glm_lora.errors import RolloutError, SyncError
 from glm_lora.lora.serving import serving_config
@@ -20,6 +19,7 @@ from glm_lora.rollout.sglang_info import read_routes
 from glm_lora.rollout.sglang_payload import request_with_bytes
 from glm_lora.rollout.sglang_server import SglangServer
 from glm_lora.sync.push import check_base, push_and_verify, record_probe
+from tests.merged_model import MergedModel
 from tests.rollout import record_sglang
 from tests.rollout.sglang_support import (
     PYTHON,
@@ -38,28 +38,6 @@ pytestmark = [
 ]
 TOKENS = tuple(range(5, 25))
 FP32 = "two fp32 implementations of one llama"
-
-
-class Merged:
-    """transformers with alpha/r B A added to the weights."""
-
-    def __init__(self, checkpoint):
-        from transformers import LlamaForCausalLM
-
-        self.model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        self.base = {n: p.detach().clone() for n, p in self.model.named_parameters()}
-
-    def logprobs(self, tokens, state=None, temperature=1.0):
-        weights = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(self.base[name])
-            for a in state.selection.adapters if state else ():
-                delta = state.tensors[a.b_key] @ state.tensors[a.a_key]
-                weights[f"{a.site.name}.weight"] += a.scaling * delta
-            ids = torch.tensor([list(tokens)])
-            logits = self.model(ids).logits[0, :-1] / temperature
-        return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +61,7 @@ def server(folder):
 
 @pytest.fixture(scope="module")
 def trainer(server, folder):
-    return Merged(folder / "base")
+    return MergedModel(folder / "base")
 
 
 @pytest.fixture(params=["bytes", "folder"])

@@ -16,14 +16,14 @@ import pytest
 from glm_lora.arch.spec import TINY
 from glm_lora.errors import RolloutError, SyncError
 from glm_lora.protocols import BASE, AdapterRef, Finish, Request, RolloutEngine, SamplingParams
-from glm_lora.rollout import sglang_client
 from glm_lora.rollout.sglang import SglangEngine, attach_engine
 from glm_lora.rollout.sglang_client import SglangClient
 from glm_lora.rollout.sglang_samples import routed_experts
 from glm_lora.sync.push import Revocable, check_base, push_and_verify, record_probe
 from tests.rollout.fake_sglang import FakeSglang, fake_logprobs, running
-from tests.tiny_checkpoint import random_state, tiny_selection
+from tests.tiny_checkpoint import mixed_ranks, random_state, tiny_selection
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
 TOKENS = (3, 5, 7, 11, 13)
 PARAMS = SamplingParams(6, 1.0, (20, 21, 22), seed=5)
 
@@ -56,11 +56,6 @@ class Cluster:
 def api(request):
     """The adapter interface of the servers."""
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(sglang_client, "_PAUSE", 0.01)
 
 
 def sync(cluster, state, **kwargs):
@@ -323,12 +318,7 @@ def test_memory_is_released_only_where_it_comes_back(state):
 
 
 def test_ranks_per_group_are_padded_for_the_server():
-    from glm_lora.arch.projections import trainable_sites
-    from glm_lora.targets.selection import make_selection
-
-    sites = trainable_sites(TINY)
-    ranks = {s.disk_name: 2 for s in sites if s.group == "kda"}
-    state = random_state(make_selection("tiny", TINY, sites, rank=4, alpha=8, ranks=ranks))
+    state = random_state(mixed_ranks("kda"))
     with Cluster() as cluster:
         receipt = cluster.engine.push(state)
         assert receipt.digest == state.digest

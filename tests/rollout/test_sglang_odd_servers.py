@@ -10,7 +10,6 @@ import pytest
 from glm_lora.arch.spec import TINY
 from glm_lora.errors import ConfigError, RolloutError, SyncError
 from glm_lora.protocols import AdapterRef, Capabilities, Request, SamplingParams
-from glm_lora.rollout import sglang_client
 from glm_lora.rollout.agreement import check_agreement
 from glm_lora.rollout.sglang import SglangEngine, attach_engine
 from glm_lora.rollout.sglang_client import SglangClient, server_urls
@@ -18,12 +17,8 @@ from glm_lora.sync.push import push_and_verify, record_probe
 from tests.rollout.fake_sglang import FakeSglang, fake_logprobs, running
 from tests.tiny_checkpoint import random_state, tiny_selection
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
 TOKENS = (3, 5, 7, 11, 13)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(sglang_client, "_PAUSE", 0.01)
 
 
 @pytest.fixture

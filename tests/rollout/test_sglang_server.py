@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import textwrap
 from dataclasses import replace
@@ -20,6 +19,7 @@ from glm_lora.rollout.sglang_server import (
     serving_view,
     start_servers,
 )
+from tests.support import is_running
 from tests.tiny_checkpoint import tiny_selection
 
 SERVER = """
@@ -64,15 +64,6 @@ def options(tmp_path):
         python=str(python),
         work_dir=tmp_path / "work",
     )
-
-
-def running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_command_line_of_the_recipe(options, tmp_path):
@@ -139,9 +130,9 @@ def test_start_wait_stop_ends_its_group_and_nothing_else(options):
     try:
         assert server.alive()
         child = int(server.tail().split("child ")[1].split()[0])
-        assert running(child)
+        assert is_running(child)
         server.stop()
-        assert not running(child)
+        assert not is_running(child)
         assert not server.alive()
         assert other.alive()
         server.stop()
@@ -177,7 +168,7 @@ def test_one_failure_stops_all(options):
         start_servers([good, replace(options, env={"MODE": "dies"})])
     (log,) = good.work_dir.glob("*.log")
     child = int(log.read_text().split("child ")[1].split()[0])
-    assert not running(child)
+    assert not is_running(child)
 
 
 def test_an_interpreter_that_is_not_there(options):

@@ -10,41 +10,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import Glm5NextForConditionalGeneration
 
-from glm_lora.arch.projections import trainable_sites
-from glm_lora.arch.spec import TINY
 from glm_lora.errors import RolloutError, SyncError
 from glm_lora.protocols import BASE, AdapterRef, Receipt
 from glm_lora.rollout.embedded import EmbeddedEngine
 from glm_lora.sync.push import check_base, probe_tokens, push_and_verify, record_probe
-from glm_lora.targets.selection import make_selection
-from tests.tiny_checkpoint import random_state, tiny_selection
+from tests.merged_model import MergedModel
+from tests.tiny_checkpoint import mixed_ranks, random_state, tiny_selection
 
 TOKENS = (3, 5, 7, 11, 2, 9, 30, 4, 13)
 
 
 class Trainer:
-    """The reference: plain transformers with the adapter added to the weights."""
+    """The reference, as a trainer answers: one function of tokens per adapter."""
 
     def __init__(self, base):
-        self.model = Glm5NextForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
-        self.model.eval()
-        self.base = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.model = MergedModel(base)
 
     def under(self, state):
-        def logprobs(tokens):
-            weights = dict(self.model.named_parameters())
-            ids = torch.tensor([list(tokens)])
-            with torch.no_grad():
-                for a in state.selection.adapters:
-                    delta = state.tensors[a.b_key] @ state.tensors[a.a_key]
-                    name = f"{a.site.name}.weight"
-                    weights[name].copy_(self.base[name] + a.scaling * delta)
-                logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1]
-            return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
-
-        return logprobs
+        return lambda tokens: self.model.logprobs(tokens, state)
 
 
 class Spoiled:
@@ -235,9 +219,7 @@ def test_probe_needs_two_tokens_and_finite_answers(engine):
 
 
 def test_ranks_per_group_reach_the_engine(base, trainer):
-    sites = trainable_sites(TINY)
-    ranks = {s.disk_name: 2 for s in sites if s.group == "kda"}
-    selection = make_selection("tiny", TINY, sites, rank=4, alpha=8, ranks=ranks)
+    selection = mixed_ranks("kda")
     engine = EmbeddedEngine(base, selection, dtype=torch.float32)
     state = random_state(selection)
     report = push_and_verify(state, engine, record_probe(engine, TOKENS), trainer.under(state))

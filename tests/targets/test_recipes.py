@@ -12,8 +12,9 @@ from glm_lora.config import SelectionConfig
 from glm_lora.errors import ConfigError, TargetError
 from glm_lora.targets.recipes import load_recipe
 from glm_lora.targets.resolve import resolve
+from tests.conftest import ROOT
 
-FOLDER = Path(__file__).parents[2] / "adapters"
+FOLDER = ROOT / "adapters"
 SITES = {
     "attn_mlp": 485,
     "attn_mlp_small_mlp": 485,

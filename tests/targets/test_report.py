@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,10 @@ from glm_lora.errors import TargetError
 from glm_lora.targets.matrix import readme
 from glm_lora.targets.report import run_targets
 from glm_lora.targets.support import Step
+from tests.conftest import ROOT
 
 FLASH = "GLM-5.3-Flash"
-FOLDER = Path(__file__).parents[2] / "adapters"
+FOLDER = ROOT / "adapters"
 
 
 def config(targets: str = "", excludes: str | None = None, **values: object) -> SelectionConfig:

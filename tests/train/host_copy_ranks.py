@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from glm_lora.errors import GlmLoraError
 from glm_lora.fingerprint import fingerprint, record_of
-from glm_lora.settings import resolve_train, spec_of
+from glm_lora.settings import spec_of
 from glm_lora.targets.resolve import resolve
 from glm_lora.train import host_copy
 from glm_lora.train.worker import TrainWorker, build_worker, init_process_group
+from tests.prepared import tiny_train_config
 
 PROMPT = [[2, 15, 17, 5, 3]]
 SMALL = 4096
@@ -29,10 +30,8 @@ SMALL = 4096
 
 
 def build(rank: int, world: int, folder: Path, root: Path, values: dict) -> TrainWorker:
-    given = {"model_name": "tiny", "launcher": "torchrun", "run_dir": str(folder / "run")}
-    given |= {"num_gpus_per_node": world, **values}
-    models, ckpts, data = (root / name for name in ("models", "ckpt", "data"))
-    config = resolve_train(given, models=models, ckpts=ckpts, data=data)
+    given = {"launcher": "torchrun", "num_gpus_per_node": world, **values}
+    config = tiny_train_config(root, folder / "run", **given)
     spec = spec_of("tiny", config.hf_checkpoint)
     store = dist.FileStore(str(folder / "store"), world)
     init_process_group(config, rank, world, None, store=store)

@@ -8,9 +8,8 @@ import torch
 
 from glm_lora.protocols import Request, SamplingParams, TrainBatch, TrainSample
 from glm_lora.rollout.embedded import EmbeddedEngine
-from tests.train.test_step import make_worker, randomise_b
-
-__all__ = ["make_worker"]  # a fixture
+from tests.support import close
+from tests.train.updates import gradients, randomise_b
 
 
 @pytest.fixture
@@ -80,9 +79,6 @@ def test_replay_brings_the_difference_down_to_rounding(disagreeing, recompute):
 def test_replayed_gradients_are_those_of_a_router_that_agrees(
     disagreeing, make_worker, monkeypatch
 ):
-    from tests.support import close
-    from tests.train.test_step import gradients
-
     worker, made = disagreeing("full")
     replayed = gradients(worker, batch_of(made, replay=True), monkeypatch)
     agreeing = make_worker(parallel={"recompute": "full"})

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from glm_lora import settings
-from glm_lora.cluster.plan import plan
 from glm_lora.errors import TrainingError
 from glm_lora.protocols import AdapterRef, TrainBatch, TrainSample
 from glm_lora.train import step as step_module
-from glm_lora.train.worker import build_worker, init_process_group
 from tests.support import close
+from tests.train.updates import gradients, randomise_b
 
 ADAPTER = AdapterRef("policy", 0)
-
-
-@pytest.fixture
-def make_worker(tiny_root: Path, tmp_path: Path):
-    def make(**sections):
-        values = {"model_name": "tiny", "launcher": "inline", "run_dir": str(tmp_path), **sections}
-        models, ckpts, data = (tiny_root / name for name in ("models", "ckpt", "data"))
-        checked = plan(settings.resolve_train(values, models=models, ckpts=ckpts, data=data))
-        init_process_group(checked.config, 0, 1, None)
-        return build_worker(checked.config, checked.selection)
-
-    return make
 
 
 def samples(count: int = 12, seed: int = 0) -> tuple[TrainSample, ...]:
@@ -51,27 +36,6 @@ def samples(count: int = 12, seed: int = 0) -> tuple[TrainSample, ...]:
             )
         )
     return tuple(made)
-
-
-def gradients(worker, batch: TrainBatch, monkeypatch) -> dict[str, torch.Tensor]:
-    """The synchronised gradients of one update, without applying it."""
-    caught: dict[str, torch.Tensor] = {}
-
-    def catch(scale: float = 1.0) -> None:
-        caught.update({k: p.grad.clone() for k, p in worker.optimizer.parameters.items()})
-        worker.optimizer.zero_grad()
-
-    monkeypatch.setattr(worker.optimizer, "step", catch)
-    worker.step(batch)
-    monkeypatch.undo()
-    return caught
-
-
-def randomise_b(worker) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for key, parameter in worker.adapters.parameters().items():
-        if key.endswith("lora_B.weight"):
-            parameter.data.normal_(0, 0.05, generator=generator)
 
 
 def test_equal_samples_run_once_give_the_same_gradients(make_worker, monkeypatch):
