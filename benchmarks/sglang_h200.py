@@ -13,7 +13,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -340,81 +340,43 @@ class Check:
 
 def rows(report: dict) -> list[tuple[str, str, str, bool]]:
     """The figures with their limits: name, value, limit, reached."""
-    table: list[tuple[str, str, str, bool]] = []
+    return [
+        (f"{backend}: {name}", str(value), limit, bool(good))
+        for backend, results in report["backends"].items()
+        for name, value, limit, good in _backend_rows(results)
+    ]
 
-    def add(name: str, value: float | bool | None, limit: str, good: bool) -> None:
-        table.append((name, f"{value}", limit, bool(good)))
 
-    for backend, r in report["backends"].items():
-        if "error" in r:
-            add(f"{backend}: error", str(r["error"])[:90], "none", False)
-        if "base" in r:
-            add(
-                f"{backend}: base mean diff",
-                round(r["base"]["mean"], 4),
-                "<= 0.02",
-                r["base"]["mean"] <= 0.02,
-            )
-        if "adapter" in r:
-            add(
-                f"{backend}: adapter mean diff",
-                round(r["adapter"]["mean"], 4),
-                "<= 0.02, <= 1.5 x base",
-                r["adapter"]["mean"] <= min(0.02, 1.5 * r["base"]["mean"]),
-            )
-            add(
-                f"{backend}: tokens",
-                r["adapter"]["tokens"],
-                ">= 500",
-                r["adapter"]["tokens"] >= 500,
-            )
-            add(
-                f"{backend}: adapter effect (mean)",
-                round(r["effect"]["mean"], 3),
-                "> 0.1",
-                r["effect"]["mean"] > 0.1,
-            )
-        if "decode" in r:
-            add(
-                f"{backend}: decode mean diff",
-                round(r["decode"]["mean"], 4),
-                "<= 0.02",
-                r["decode"]["mean"] <= 0.02,
-            )
-        if "base_bit_equal" in r:
-            add(
-                f"{backend}: base bit-equal after", r["base_bit_equal"], "True", r["base_bit_equal"]
-            )
-        for transport in ("bytes", "folder"):
-            if s := r.get(f"sync_{transport}"):
-                add(
-                    f"{backend}: sync by {transport}, median ms",
-                    s["median_ms"],
-                    "<= 200",
-                    s["median_ms"] <= 200,
-                )
-        if e := r.get("endurance"):
-            add(
-                f"{backend}: {e['syncs']} syncs, memory growth %",
-                e["growth_percent"],
-                "<= 1",
-                abs(e["growth_percent"]) <= 1,
-            )
-        if "refusals" in r:
-            add(
-                f"{backend}: bad adapters accepted",
-                sum(v == "ACCEPTED" for v in r["refusals"].values()),
-                "0",
-                "ACCEPTED" not in r["refusals"].values(),
-            )
-        if rel := r.get("release"):
-            add(
-                f"{backend}: release {rel['before_gb']} -> GB",
-                rel["released_gb"],
-                "less",
-                rel["released_gb"] < rel["before_gb"],
-            )
-    return table
+def _backend_rows(r: dict) -> Iterator[tuple[str, object, str, bool]]:
+    if "error" in r:
+        yield "error", str(r["error"])[:90], "none", False
+    if "base" in r:
+        mean = r["base"]["mean"]
+        yield "base mean diff", round(mean, 4), "<= 0.02", mean <= 0.02
+    if "adapter" in r:
+        mean, tokens, effect = r["adapter"]["mean"], r["adapter"]["tokens"], r["effect"]["mean"]
+        limit = min(0.02, 1.5 * r["base"]["mean"])
+        yield "adapter mean diff", round(mean, 4), "<= 0.02, <= 1.5 x base", mean <= limit
+        yield "tokens", tokens, ">= 500", tokens >= 500
+        yield "adapter effect (mean)", round(effect, 3), "> 0.1", effect > 0.1
+    if "decode" in r:
+        mean = r["decode"]["mean"]
+        yield "decode mean diff", round(mean, 4), "<= 0.02", mean <= 0.02
+    if "base_bit_equal" in r:
+        yield "base bit-equal after", r["base_bit_equal"], "True", r["base_bit_equal"]
+    for transport in ("bytes", "folder"):
+        if sync := r.get(f"sync_{transport}"):
+            median = sync["median_ms"]
+            yield f"sync by {transport}, median ms", median, "<= 200", median <= 200
+    if e := r.get("endurance"):
+        growth = e["growth_percent"]
+        yield f"{e['syncs']} syncs, memory growth %", growth, "<= 1", abs(growth) <= 1
+    if "refusals" in r:
+        accepted = sum(v == "ACCEPTED" for v in r["refusals"].values())
+        yield "bad adapters accepted", accepted, "0", not accepted
+    if rel := r.get("release"):
+        before, during = rel["before_gb"], rel["released_gb"]
+        yield f"release {before} -> GB", during, "less", during < before
 
 
 def attempt(check: Check, engine: SglangEngine, work: Callable[[SglangEngine], None]) -> None:
