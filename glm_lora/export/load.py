@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from glm_lora.arch.projections import Site, trainable_sites
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.errors import CheckpointError
-from glm_lora.export.peft import KEY_PREFIX, SELECTION_FILE
+from glm_lora.export.adapter_folder import SELECTION_FILE
+from glm_lora.export.peft import KEY_PREFIX
 from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.lora.serving import CONFIG_FILE, WEIGHTS_FILE
 from glm_lora.protocols import AdapterState

@@ -6,20 +6,13 @@ else: PEFT takes a list by suffix, where ``b_proj`` would also match ``f_b_proj`
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm_lora.arch.projections import LAYERS_PREFIX
-from glm_lora.export.folder import new_folder
-from glm_lora.lora.serving import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    adapter_config,
-    padded_tensors,
-    total_bytes,
-)
+from glm_lora.export.adapter_folder import write_adapter
+from glm_lora.lora.serving import adapter_config, padded_tensors
 from glm_lora.protocols import AdapterState
 from glm_lora.sync.verify import check_state
 from glm_lora.targets.selection import Selection
@@ -27,7 +20,6 @@ from glm_lora.targets.selection import Selection
 if TYPE_CHECKING:
     import torch
 
-SELECTION_FILE = "selection.json"
 KEY_PREFIX = "base_model.model."
 """PEFT's prefix of every tensor name."""
 
@@ -69,45 +61,10 @@ def peft_tensors(state: AdapterState) -> dict[str, torch.Tensor]:
     return renamed
 
 
-def write_adapter(
-    state: AdapterState,
-    output: Path,
-    config: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    files: dict[str, str] | None = None,
-) -> Path:
-    """Write one adapter folder (configuration, weights, ``selection.json``, further text files).
-
-    Raises:
-        ConfigError: ``output`` is not a new or empty writable folder with enough space.
-        ExportError: Writing failed; nothing is left behind.
-    """
-    from safetensors.torch import save_file
-
-    texts = {
-        CONFIG_FILE: json.dumps(config, indent=2) + "\n",
-        SELECTION_FILE: state.selection.to_json(),
-        **(files or {}),
-    }
-    with new_folder(output, total_bytes(tensors) + sum(map(len, texts.values()))) as folder:
-        metadata = {"format": "pt", "digest": state.digest, "version": str(state.version)}
-        contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        save_file(contiguous, folder / WEIGHTS_FILE, metadata=metadata)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    return output
-
-
 def export_peft(
     state: AdapterState, output: Path, base_model: str, files: dict[str, str] | None = None
 ) -> Path:
-    """Write ``state`` as a PEFT adapter folder.
-
-    Args:
-        state: The whole adapter, fp32 or bf16.
-        output: New or empty folder.
-        base_model: Name or folder of the base, recorded in the configuration.
-        files: Further text files by name (a model card).
+    """Write ``state`` as a PEFT adapter folder (see ``write_adapter``) for ``base_model``.
 
     Raises:
         SyncError: ``state`` does not hold what its selection says.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from glm_lora.export.peft import write_adapter
+from glm_lora.export.adapter_folder import write_adapter
 from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.lora.serving import padded_tensors, serving_config
 from glm_lora.protocols import AdapterState
@@ -17,16 +17,10 @@ def export_sglang(
 ) -> Path:
     """Write ``state`` as a folder that SGLang serves with the plugin (``--lora-paths``).
 
-    Args:
-        state: The whole adapter, fp32 or bf16.
-        output: New or empty folder.
-        base_model: Name or folder of the base, recorded in the configuration.
-        files: Further text files by name (a model card).
-
     Raises:
         SyncError: ``state`` does not hold what its selection says, or adapts only a part of a
             projection that SGLang fuses.
-        ConfigError, ExportError: See ``glm_lora.export.peft.write_adapter``.
+        ConfigError, ExportError: See ``write_adapter``.
     """
     check_state(state)
     check_fused(state.selection)

@@ -16,15 +16,11 @@ from transformers import Glm5NextForConditionalGeneration
 from glm_lora.arch.projections import Status, all_params, trainable_sites
 from glm_lora.arch.spec import FULL, TINY
 from glm_lora.errors import CheckpointError, ConfigError, ExportError, SyncError, TargetError
+from glm_lora.export.adapter_folder import SELECTION_FILE
 from glm_lora.export.check import Reference, check_peft
 from glm_lora.export.load import load_adapter
-from glm_lora.export.peft import (
-    CONFIG_FILE,
-    SELECTION_FILE,
-    WEIGHTS_FILE,
-    export_peft,
-    target_pattern,
-)
+from glm_lora.export.peft import export_peft, target_pattern
+from glm_lora.lora.serving import CONFIG_FILE, WEIGHTS_FILE
 from glm_lora.targets.selection import make_selection
 from tests.merged_model import MergedModel
 from tests.support import close
