@@ -14,10 +14,9 @@ from pydantic import BaseModel
 
 from glm_lora import settings
 from glm_lora.arch.spec import ModelSpec
-from glm_lora.config import PrepareConfig, SelectionConfig, TrainConfig, build
+from glm_lora.config import DEFAULT_MODEL, PrepareConfig, SelectionConfig, TrainConfig, build
 from glm_lora.errors import ConfigError, did_you_mean
 from glm_lora.options import collect, leaves
-from glm_lora.settings import DEFAULT_MODEL
 from glm_lora.targets.resolve import resolve
 from glm_lora.targets.selection import Selection
 

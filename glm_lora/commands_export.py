@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from glm_lora.config import DEFAULT_MODEL
 from glm_lora.errors import ConfigError
 from glm_lora.options import path_option
-from glm_lora.settings import DEFAULT_MODEL
 
 out = Console(highlight=False)
 

@@ -10,10 +10,16 @@ from rich.console import Console
 
 from glm_lora import settings
 from glm_lora.arch.spec import builtin
-from glm_lora.config import TINY_DEFAULTS, PrepareConfig, SelectionConfig, TrainConfig, build
+from glm_lora.config import (
+    DEFAULT_MODEL,
+    TINY_DEFAULTS,
+    PrepareConfig,
+    SelectionConfig,
+    TrainConfig,
+    build,
+)
 from glm_lora.errors import ConfigError
 from glm_lora.options import collect, merge, path_option, with_options
-from glm_lora.settings import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from glm_lora.cluster.plan import Plan

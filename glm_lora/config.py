@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm_lora.errors import ConfigError, did_you_mean
 
+DEFAULT_MODEL = "GLM-5.3-Flash-4layer"
 RECIPE_TARGETS = "attn,mlp"
 RECIPE_EXCLUDES = "*.mlp.experts.*,*.self_attn.kv_b_proj"
-
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -202,7 +202,7 @@ class SglangConfig(_Strict):
 class TrainConfig(_Strict):
     """Everything ``train`` needs; saved as the run's ``config.toml``."""
 
-    model_name: str = "GLM-5.3-Flash-4layer"
+    model_name: str = DEFAULT_MODEL
     """A built-in model, or the name of a prepared one."""
     hf_checkpoint: Path
     """Folder with config.json and tokenizer (and weights for the embedded engine)."""
@@ -266,7 +266,7 @@ class TrainConfig(_Strict):
 class PrepareConfig(_Strict):
     """Everything ``prepare`` needs."""
 
-    model_name: str = "GLM-5.3-Flash-4layer"
+    model_name: str = DEFAULT_MODEL
     """A built-in model: GLM-5.3-Flash, GLM-5.3-Flash-4layer or tiny."""
     hf_checkpoint: Path
     """Folder of the Hugging Face checkpoint; read when it is there, else downloaded or made."""

@@ -22,7 +22,6 @@ from glm_lora.options import merge
 
 CACHE = Path("~/.cache/glm-lora")
 TINY = "tiny"
-DEFAULT_MODEL = "GLM-5.3-Flash-4layer"
 RECIPE_GPUS_PER_NODE = 8
 
 

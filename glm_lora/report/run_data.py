@@ -26,7 +26,7 @@ from glm_lora.report.run_folder import (
 from glm_lora.report.sinks import STEP_KEY
 from glm_lora.settings import spec_of
 from glm_lora.targets.selection import Selection
-from glm_lora.targets.summary import layer_ranges, projections
+from glm_lora.targets.summary import as_ranges, projections
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _selection_rows(path: Path) -> list[SelectionRow]:
         SelectionRow(
             p.leaf,
             p.group,
-            layer_ranges(p.layers),
+            as_ranges(p.layers),
             len(p.layers),
             p.rank,
             f"{p.shape[0]} x {p.shape[1]}",
@@ -178,7 +178,7 @@ def _rows_by_name(sites: list[list[Any]]) -> list[SelectionRow]:
         layer = int(parts[parts.index("layers") + 1])
         kinds.setdefault((parts[-1], parts[-2], rank), []).append(layer)
     return [
-        SelectionRow(leaf, group, layer_ranges(layers), len(layers), rank, "-", None)
+        SelectionRow(leaf, group, as_ranges(layers), len(layers), rank, "-", None)
         for (leaf, group, rank), layers in kinds.items()
     ]
 

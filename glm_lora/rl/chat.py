@@ -13,7 +13,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from glm_lora.config import RolloutConfig
 from glm_lora.errors import DataError
+from glm_lora.protocols import SamplingParams
 from glm_lora.rl.data import Messages
 
 ROLE_MARKERS = ("<|endoftext|>", "<|user|>", "<|observation|>")
@@ -59,6 +61,15 @@ class ChatFormat:
                 "eos_token_id in config.json or generation_config.json",
             )
         return cls(tokenizer, stops)
+
+    def sampling(self, rollout: RolloutConfig, seed: int = 0) -> SamplingParams:
+        """How a run samples in this format."""
+        return SamplingParams(
+            max_new_tokens=rollout.rollout_max_response_len,
+            temperature=rollout.rollout_temperature,
+            stop_token_ids=self.stop_token_ids,
+            seed=seed,
+        )
 
     @property
     def has_template(self) -> bool:

@@ -66,7 +66,7 @@ def base_parameters(spec: ModelSpec) -> int:
     return sum(p.numel for p in all_params(spec).values())
 
 
-def layer_ranges(layers: Iterable[int]) -> str:
+def as_ranges(layers: Iterable[int]) -> str:
     """Layers as ranges: ``0-2,4``."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
@@ -90,7 +90,7 @@ def layers_phrase(layers: Iterable[int], spec: ModelSpec) -> str:
     ):
         if chosen == kind:
             return words
-    return layer_ranges(chosen)
+    return as_ranges(chosen)
 
 
 def as_json_object(resolution: Resolution, spec: ModelSpec, source: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from glm_lora.protocols import (
     Request,
     RolloutEngine,
     Sample,
-    SamplingParams,
     TrainBatch,
 )
 from glm_lora.report.history import Scored
@@ -111,12 +110,7 @@ class Explorer:
         requests = [
             Request(
                 prompt.ids,
-                SamplingParams(
-                    max_new_tokens=rollout.rollout_max_response_len,
-                    temperature=rollout.rollout_temperature,
-                    stop_token_ids=self.chat.stop_token_ids,
-                    seed=request_seed(self.config.seed, step, first + index),
-                ),
+                self.chat.sampling(rollout, request_seed(self.config.seed, step, first + index)),
                 rollout.n_samples_per_prompt,
             )
             for index, prompt in enumerate(prompts)

@@ -28,7 +28,6 @@ from glm_lora.protocols import (
     AdapterState,
     Capabilities,
     RolloutEngine,
-    SamplingParams,
     Trainer,
 )
 from glm_lora.report.console import Listener
@@ -344,18 +343,13 @@ class Job:
 
     def evaluate(self, adapter: AdapterRef) -> dict[str, float]:
         """``eval/...`` scalars of ``adapter`` on the evaluation prompts."""
-        rollout = self.config.rollout
         return evaluate(
             self.engine,
             adapter,
             self.eval_prompts,
             self.explorer.reward,
             self.explorer.chat.decode,
-            sampling=SamplingParams(
-                max_new_tokens=rollout.rollout_max_response_len,
-                temperature=rollout.rollout_temperature,
-                stop_token_ids=self.explorer.chat.stop_token_ids,
-            ),
+            sampling=self.explorer.chat.sampling(self.config.rollout),
             seed=self.config.seed,
         )
 
