@@ -16,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = ROOT / "launchers" / "run_glm5_3_flash_lora.py"
 STEP_SECONDS = 9 * 60
 ENGINES, SAMPLES, GROUP = 1000, 100_000, 8
+PROMPT, LOGPROBS = tuple(range(64)), (-1.0,) * 64
 
 
 def start(run: Path, folders: list[str], *options: str) -> subprocess.Popen[bytes]:
@@ -126,17 +129,21 @@ def checkpoint(work: Path) -> dict[str, float]:
 def bookkeeping() -> dict[str, float]:
     """Processor seconds of placement and of one step's sampling with engines that only wait.
 
-    Real Ray futures and the real pool and batch code; the engines' threads answer after a pause.
+    The real pool and batch code; futures of this process instead of Ray's.
     """
-    import ray
+    placed, sampled, batched = placing(), *sampling()
+    return {
+        "scale_placement_seconds": placed,
+        "scale_driver_seconds": sampled,
+        "scale_batch_seconds": batched,
+        "scale_share_of_step": (placed + sampled + batched) / STEP_SECONDS,
+    }
 
-    from glm_lora.cluster import engines as pool_module
-    from glm_lora.cluster.engines import EnginePool
+
+def placing() -> float:
+    """Seconds to place the engines, one on each machine."""
     from glm_lora.cluster.placement import Host, check_fit, place
-    from glm_lora.config import AlgorithmConfig, TrainConfig
-    from glm_lora.protocols import BASE, Finish, Request, Sample, SamplingParams
-    from glm_lora.rl.batch import make_batch
-    from glm_lora.train.experience import check_samples
+    from glm_lora.config import TrainConfig
 
     values: dict[str, Any] = {
         "hf_checkpoint": "h", "ref_load": "r", "run_dir": "d", "num_nodes": ENGINES,
@@ -148,71 +155,82 @@ def bookkeeping() -> dict[str, float]:
     check_fit(placement, [Host(str(n), 8, 16) for n in range(ENGINES)])
     placed = time.process_time() - begin
     assert len(placement.engines) == ENGINES
+    return placed
 
-    answering = ThreadPoolExecutor(8)
 
-    class Handle:
-        lanes = 4
+def sampling() -> tuple[float, float]:
+    """Seconds of the driver for one step's samples, and to make a batch of them."""
+    from glm_lora.cluster.engines import EnginePool
+    from glm_lora.config import AlgorithmConfig
+    from glm_lora.protocols import BASE, Request, SamplingParams
+    from glm_lora.rl.batch import make_batch
+    from glm_lora.train.experience import check_samples
 
-        def start(self) -> None: ...
-        def ready(self) -> None: ...
-        def end(self) -> None: ...
-
-        def submit(self, name: str, *args: Any) -> Any:
-            return answering.submit(self._generate, *args)
-
-        def _generate(self, requests: list[Request], adapter: Any) -> list[Sample]:
-            return [
-                Sample(r.prompt_ids, RESPONSE, LOGPROBS, Finish.STOP, adapter)
-                for r in requests
-                for _ in range(r.n)
-            ]
-
-    # The same questions, asked of futures of this process instead of Ray's.
-    def wait(refs: list[Future], num_returns: int, timeout: float) -> tuple[list, list]:
-        from concurrent.futures import FIRST_COMPLETED
-        from concurrent.futures import wait as wait_for
-
-        done, left = wait_for(refs, timeout, FIRST_COMPLETED)
-        return list(done), list(left)
-
-    ray_wait, ray_get, error_of = ray.wait, ray.get, pool_module.error_of
-    ray.wait, ray.get = wait, lambda ref: ref.result()
-    pool_module.error_of = lambda ref, what, failure: None
-    try:
+    requests = [
+        Request(PROMPT, SamplingParams(len(PROMPT), seed=n), GROUP) for n in range(SAMPLES // GROUP)
+    ]
+    with ThreadPoolExecutor(8) as answering, local_futures():
         pool = EnginePool(
-            [Handle() for _ in range(ENGINES)],
+            [_WaitingEngine(answering) for _ in range(ENGINES)],
             rollout_limit=600,
             call_limit=600,
             max_restarts=3,
             note=print,
         )
-        requests = [
-            Request(tuple(range(64)), SamplingParams(64, seed=n), GROUP)
-            for n in range(SAMPLES // GROUP)
-        ]
         begin = time.process_time()
         samples = pool.generate(requests, BASE)
         check_samples(samples, requests, BASE)
         sampled = time.process_time() - begin
-    finally:
-        ray.wait, ray.get, pool_module.error_of = ray_wait, ray_get, error_of
-        answering.shutdown()
     rewards = [float(n % 3 == 0) for n in range(len(samples))]
     begin = time.process_time()
     make_batch(samples, rewards, GROUP, algorithm=AlgorithmConfig(), step=0, temperature=1.0)
-    batched = time.process_time() - begin
-    total = placed + sampled + batched
-    return {
-        "scale_placement_seconds": placed,
-        "scale_driver_seconds": sampled,
-        "scale_batch_seconds": batched,
-        "scale_share_of_step": total / STEP_SECONDS,
-    }
+    return sampled, time.process_time() - begin
 
 
-RESPONSE = tuple(range(64))
-LOGPROBS = tuple([-1.0] * 64)
+class _WaitingEngine:
+    """Stands for an engine's actor; threads give its answers, always the same."""
+
+    lanes = 4
+
+    def __init__(self, answering: ThreadPoolExecutor) -> None:
+        self.answering = answering
+
+    def start(self) -> None: ...
+    def ready(self) -> None: ...
+    def end(self) -> None: ...
+
+    def submit(self, name: str, *args: Any) -> Any:
+        return self.answering.submit(self._generate, *args)
+
+    def _generate(self, requests: list, adapter: Any) -> list:
+        from glm_lora.protocols import Finish, Sample
+
+        return [
+            Sample(r.prompt_ids, PROMPT, LOGPROBS, Finish.STOP, adapter)
+            for r in requests
+            for _ in range(r.n)
+        ]
+
+
+@contextmanager
+def local_futures() -> Iterator[None]:
+    """The pool's questions to Ray go to futures of this process."""
+    import ray
+
+    from glm_lora.cluster import engines as pool_module
+
+    def wait_for(refs: list[Future], num_returns: int, timeout: float) -> tuple[list, list]:
+        done, left = wait(refs, timeout, FIRST_COMPLETED)
+        return list(done), list(left)
+
+    saved = ray.wait, ray.get, pool_module.error_of
+    ray.wait, ray.get = wait_for, lambda ref: ref.result()
+    pool_module.error_of = lambda ref, what, failure: None
+    try:
+        yield
+    finally:
+        ray.wait, ray.get, pool_module.error_of = saved
+
 
 LIMITS = {
     "cold_start_seconds": 15.0,

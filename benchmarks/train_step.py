@@ -380,8 +380,8 @@ def table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Parse, run, print the table."""
+def options() -> argparse.Namespace:
+    """The words of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="GLM-5.3-Flash-4layer")
     parser.add_argument("--device", default="cuda")
@@ -395,7 +395,12 @@ def main() -> None:
     parser.add_argument("--profile-size", default="1x8192")
     parser.add_argument("--ragged", type=int, default=0, help="tokens of packed random lengths")
     add_json(parser)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Parse, run, print the table."""
+    args = options()
     spec, device = builtin(args.model), torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     timer, started = Timer(device), time.perf_counter()
