@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ from rich.console import Console
 from glm_lora.config import DEFAULT_MODEL
 from glm_lora.errors import ConfigError
 from glm_lora.options import path_option
+
+if TYPE_CHECKING:
+    from glm_lora.protocols import AdapterState
 
 out = Console(highlight=False)
 
@@ -46,7 +49,6 @@ def export(
     from glm_lora.export.folder import check_output
 
     check_output(output)
-    from glm_lora.export.check import check_peft
     from glm_lora.export.source import from_checkpoint, from_run
     from glm_lora.export.write import export as write_export
 
@@ -56,6 +58,8 @@ def export(
         assert adapter_checkpoint is not None
         source = from_checkpoint(adapter_checkpoint, hf_checkpoint, model_name)
     base = hf_checkpoint or source.hf_checkpoint
+    if check and (format_ != "peft" or base is None):
+        raise ConfigError("--check", "--format peft and a base (--hf-checkpoint)")
     facts = replace(source.facts, license=license_)
     write_export(source.state, output, format_, facts, hf_checkpoint=base, fp8=fp8)
     selection = source.state.selection
@@ -63,23 +67,27 @@ def export(
         f"{format_}: {selection.num_sites} projections, rank {selection.rank}, version "
         f"{source.state.version}, digest {source.state.digest[:16]}"
     )
-    if check:
-        if format_ != "peft" or base is None:
-            raise ConfigError("--check", "--format peft and a base (--hf-checkpoint)")
-        references = []
-        if run is not None:
-            from glm_lora.cluster.evaluation import trainer_references
-
-            references = trainer_references(run)
-        report = check_peft(output, base, source.state, references)
-        out.print(f"checked: stock PEFT uses all {report.num_tensors} tensors, bit-equal")
-        if references:
-            out.print(
-                f"checked: log-probabilities of {len(references)} prompts equal the trainer's "
-                f"within {report.max_difference:.1e} (the adapter changes them by up to "
-                f"{report.effect:.2f})"
-            )
+    if check and base is not None:
+        _check(output, base, source.state, run)
     out.print(f"written to {output}", soft_wrap=True)
+
+
+def _check(output: Path, base: Path, state: AdapterState, run: Path | None) -> None:
+    """Reload with stock PEFT and compare; with ``run``, its trainer's numbers too."""
+    from glm_lora.export.check import check_peft
+
+    references = []
+    if run is not None:
+        from glm_lora.cluster.evaluation import trainer_references
+
+        references = trainer_references(run)
+    report = check_peft(output, base, state, references)
+    out.print(f"checked: stock PEFT uses all {report.num_tensors} tensors, bit-equal")
+    if references:
+        out.print(
+            f"checked: log-probabilities of {len(references)} prompts equal the trainer's within "
+            f"{report.max_difference:.1e} (the adapter changes them by up to {report.effect:.2f})"
+        )
 
 
 def evaluate(

@@ -18,7 +18,7 @@ from glm_lora.cli import main
 from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.report.run_data import read_lines
 from tests.prepared import folders, tiny_train_config
-from tests.support import close
+from tests.support import close, words
 from tests.tiny_runs import LAUNCHER, adapter, metric, train
 
 
@@ -261,13 +261,15 @@ def test_eval_compares_base_and_adapter(whole_run, tiny, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--format", "gguf"], "'gguf'"),
+        (["--format", "gguf"], "--format gguf"),
         (["--format", "peft", "--adapter-checkpoint", "x"], "exactly one"),
+        (["--format", "sglang", "--check"], "--format peft"),
     ],
 )
-def test_export_refuses(whole_run, tmp_path, options, said, capsys):
+def test_export_refuses(whole_run, tmp_path, options, said, capsys, wide_errors):
     output = str(tmp_path / "out")
     assert main(["export", "--run", str(whole_run), "--output", output, *options]) == 2
+    assert said in words(capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 
