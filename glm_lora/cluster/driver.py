@@ -40,11 +40,10 @@ from glm_lora.rl.data import Prompt, PromptData, load_prompts
 from glm_lora.rl.rewards import Reward, reward_of
 from glm_lora.rl.stream import PromptStream
 from glm_lora.settings import torchrun_world
+from glm_lora.sync.push import probe_tokens
 from glm_lora.train.experience import Explorer
 from glm_lora.train.job import Job, StopRequest
 
-PROBE_TOKENS = 64
-"""Longest probe prompt."""
 STOP_LIMIT = 45.0
 """Seconds after a signal in which an update and its checkpoint must be done."""
 
@@ -276,8 +275,7 @@ def _job(
     listener: Listener,
 ) -> Job:
     config = plan.config
-    longest = max((p.ids for f in text.data.files for p in f.prompts), key=len)
-    probe = (*longest, *text.chat.stop_token_ids)[:PROBE_TOKENS]
+    prompt_ids = [prompt.ids for file in text.data.files for prompt in file.prompts]
     prompts = PromptStream(text.data, shuffle=config.rollout.rollout_shuffle, seed=config.seed)
     return Job(
         config=config,
@@ -286,7 +284,7 @@ def _job(
         engine=engine,
         explorer=Explorer(config, engine, prompts, text.reward, text.chat),
         eval_prompts=text.eval_prompts,
-        probe_tokens=probe,
+        probe_tokens=probe_tokens(prompt_ids, text.chat.stop_token_ids),
         base_model=str(config.hf_checkpoint),
         folder=folder,
         sinks=sinks,

@@ -10,7 +10,6 @@ from glm_lora.cluster.driver import prompts_of
 from glm_lora.config import ParallelConfig, TrainConfig, from_toml
 from glm_lora.export.check import Reference
 from glm_lora.export.source import from_run
-from glm_lora.protocols import SamplingParams
 from glm_lora.report.run_folder import CONFIG
 from glm_lora.rl.chat import ChatFormat
 from glm_lora.rl.evaluate import compare
@@ -78,11 +77,7 @@ def evaluate_run(
                 [p for file in data.files for p in file.prompts],
                 reward,
                 chat.decode,
-                sampling=SamplingParams(
-                    max_new_tokens=config.rollout.rollout_max_response_len,
-                    temperature=config.rollout.rollout_temperature,
-                    stop_token_ids=chat.stop_token_ids,
-                ),
+                sampling=chat.sampling(config.rollout),
                 samples_per_prompt=samples_per_prompt,
                 seed=seed,
             )

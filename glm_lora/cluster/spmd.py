@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from glm_lora.cluster.every_rank import EveryRankTrainer
+from glm_lora.cluster.waiting import is_broken_connection
 from glm_lora.errors import CheckpointError, GlmLoraError, ProcessLost, TrainingError
 
 if TYPE_CHECKING:
@@ -106,17 +107,11 @@ def _own(error: Exception, control: Control, name: str) -> GlmLoraError:
     if isinstance(error, GlmLoraError):
         return error
     text = "".join(traceback.format_exception(error))
-    if _is_broken_connection(error):
+    if is_broken_connection(error):
         # Another rank has failed or died; its own error comes first if it could say why.
         _wait_for_words(control)
         return ProcessLost(f"rank {control.rank} lost another rank in {name}:\n{text}")
     return TrainingError(f"rank {control.rank} failed in {name}:\n{text}")
-
-
-def _is_broken_connection(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error)
-    )
 
 
 def _wait_for_words(control: Control) -> None:

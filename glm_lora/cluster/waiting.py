@@ -67,7 +67,7 @@ def error_of(ref: ray.ObjectRef, what: str, failure: type[GlmLoraError]) -> GlmL
         cause = error.cause
         if isinstance(cause, GlmLoraError):
             return cause
-        if _is_broken_connection(cause):
+        if is_broken_connection(cause):
             return ProcessLost(f"{what}: a rank lost its connection to another:\n{error}")
         return failure(f"{what} failed:\n{error}")
     except (RayActorError, WorkerCrashedError) as error:
@@ -93,7 +93,7 @@ def _explained(
     return error
 
 
-def _is_broken_connection(cause: BaseException) -> bool:
+def is_broken_connection(cause: BaseException) -> bool:
     """Whether a collective failed because of a peer: torch's own class, or gloo's plain one."""
     names = {kind.__name__ for kind in type(cause).__mro__}
     return "DistError" in names or (isinstance(cause, RuntimeError) and "gloo" in str(cause))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -67,18 +68,22 @@ class SyncReport:
         }
 
 
-def probe_tokens(prompts: Iterable[Sequence[int]], at_least: int = 64) -> tuple[int, ...]:
-    """One probe prompt made of the first prompts, of at least ``at_least`` tokens where they last.
+def probe_tokens(
+    prompts: Sequence[Sequence[int]], stop_token_ids: Sequence[int] = (), length: int = 64
+) -> tuple[int, ...]:
+    """A probe of ``length`` tokens: the longest prompt, then the others, over and over.
 
-    In bf16 a token whose router is undecided may take other experts in trainer and engine and
-    differ by half a nat; over 64 tokens and more the mean stays far below its limit.
+    Each is followed by the stop tokens. In bf16 a token whose router is undecided may take other
+    experts in trainer and engine and differ by half a nat; over 64 tokens the mean stays far below
+    its limit, over a prompt of three it need not.
+
+    Args:
+        prompts: Token ids; not all empty unless there are stop tokens.
+        stop_token_ids: Of the chat format.
+        length: Tokens of the probe.
     """
-    tokens: list[int] = []
-    for prompt in prompts:
-        tokens += prompt
-        if len(tokens) >= at_least:
-            break
-    return tuple(tokens)
+    ordered = cycle(sorted(prompts, key=len, reverse=True))
+    return tuple(islice((t for p in ordered for t in (*p, *stop_token_ids)), length))
 
 
 def record_probe(engine: RolloutEngine, tokens: Sequence[int]) -> Probe:

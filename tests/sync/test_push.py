@@ -203,11 +203,10 @@ def test_nothing_is_sent_when_the_state_is_wrong(engine, probe, state):
 
 
 def test_probe_tokens_join_prompts_until_they_are_long_enough():
-    prompts = [[1, 2, 3]] * 100
-    assert probe_tokens(prompts, 7) == (1, 2, 3) * 3
-    assert probe_tokens(prompts, 1) == (1, 2, 3)
-    assert probe_tokens([[4]], 64) == (4,)
-    assert len(probe_tokens(prompts)) == 66
+    prompts = [[4, 5], [1, 2, 3]]
+    assert probe_tokens(prompts, length=2) == (1, 2)
+    assert probe_tokens(prompts, [9], length=12) == (1, 2, 3, 9, 4, 5, 9, 1, 2, 3, 9, 4)
+    assert probe_tokens([[4]]) == (4,) * 64
 
 
 def test_probe_needs_two_tokens_and_finite_answers(engine):

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TAPS = 4
 _FORWARD, _BACKWARD = (16, 256, 8), (32, 512, 4)
 """Tokens, channels and warps of a tile."""
 
