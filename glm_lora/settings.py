@@ -123,9 +123,25 @@ def resolve_train(
         }
         defaults["sglang"] = _recipe_engines(name, values, nodes * gpus)
     values = {**values, "selection": selection_values(values.get("selection", {}))}
-    config = build(TrainConfig, merge(defaults, _tiny(tiny), values))
+    config = _absolute(build(TrainConfig, merge(defaults, _tiny(tiny), values)))
     _check_shape(config)
     return config
+
+
+def _absolute(config: TrainConfig) -> TrainConfig:
+    """``config`` with paths that mean the same in every process of a cluster.
+
+    Processes of a cluster that is joined run in the folder where it was started.
+    """
+
+    def whole(path: Path | None) -> Path | None:
+        return None if path is None else Path(os.path.abspath(path.expanduser()))
+
+    names = ("hf_checkpoint", "ref_load", "run_dir", "lora_adapter_path")
+    paths = {name: whole(getattr(config, name)) for name in names}
+    key_file = whole(config.sglang.rollout_engine_key_file)
+    sglang = config.sglang.model_copy(update={"rollout_engine_key_file": key_file})
+    return config.model_copy(update={**paths, "sglang": sglang})
 
 
 def _recipe_engines(name: str, values: Mapping[str, Any], gpus: int) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """The run folder: what a run leaves behind, and who may write to it.
 
-``config.toml`` (resolved), ``selection.json``, ``base.json`` (fingerprint), ``metrics.jsonl``,
-``events.jsonl``, ``samples.jsonl``, ``checkpoints/iter_*``, ``adapter/`` (PEFT), ``logs/`` and the
-report. A folder that already holds a run is
-refused unless the run is resumed or overwritten on purpose, and two processes never write to one.
+``config.toml`` (resolved), ``selection.json``, ``base.json`` (fingerprint), ``inputs.json`` (sha256
+of a reward file), ``metrics.jsonl``, ``events.jsonl``, ``samples.jsonl``, ``checkpoints/iter_*``,
+``adapter/`` (PEFT), ``logs/`` and the report. A folder that already holds a run is refused unless
+the run is resumed or overwritten on purpose, and two processes never write to one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from glm_lora.report.sinks import STEP_KEY
 from glm_lora.targets.selection import Selection
 
 CONFIG, SELECTION, BASE_FILE = "config.toml", "selection.json", "base.json"
+INPUTS = "inputs.json"
 METRICS, EVENTS, SAMPLES = "metrics.jsonl", "events.jsonl", "samples.jsonl"
 REPORT, REPORT_PNGS = "report.html", "report"
 _MAY_CHANGE_ON_RESUME = frozenset(
@@ -145,6 +147,9 @@ class RunFolder:
             differences.append(
                 f"base: {stored_base.get('fingerprint')} then, {base.get('fingerprint')} now"
             )
+        now = _inputs(config)
+        then = read_object(path / INPUTS) if (path / INPUTS).exists() else now
+        differences += [f"{name}: another content" for name in now if then.get(name) != now[name]]
         if differences:
             raise ConfigError(
                 f"--resume: {path} was made with other settings: " + "; ".join(differences),
@@ -175,6 +180,7 @@ class RunFolder:
         self.logs.mkdir()
         write_atomic(self.path / SELECTION, selection.to_json())
         write_atomic(self.path / BASE_FILE, json.dumps(dict(base), indent=1) + "\n")
+        write_atomic(self.path / INPUTS, json.dumps(_inputs(config), indent=1) + "\n")
         # Last: a folder without it is not a run.
         write_atomic(self.path / CONFIG, to_toml(config))
 
@@ -197,11 +203,19 @@ def _lock(path: Path) -> int:
 
 def _remove_run(path: Path) -> None:
     (path / CONFIG).unlink()
-    for name in (SELECTION, BASE_FILE, METRICS, EVENTS, SAMPLES, REPORT):
+    for name in (SELECTION, BASE_FILE, INPUTS, METRICS, EVENTS, SAMPLES, REPORT):
         (path / name).unlink(missing_ok=True)
     for name in ("checkpoints", "adapter", "logs", REPORT_PNGS):
         if (path / name).exists():
             shutil.rmtree(path / name)
+
+
+def _inputs(config: TrainConfig) -> dict[str, str]:
+    """sha256 of the files whose contents decide what a run learns and whose names may stay."""
+    reward = Path(config.rollout.reward)
+    if reward.suffix != ".py" or not reward.is_file():
+        return {}
+    return {f"rollout.reward ({reward})": hashlib.sha256(reward.read_bytes()).hexdigest()}
 
 
 def _differences(then: TrainConfig, now: TrainConfig) -> list[str]:

@@ -57,8 +57,13 @@ def check_engine(config: TrainConfig) -> None:
 
     sglang = config.sglang
     if config.rollout.rollout_engine != "sglang":
-        if sglang.sglang_colocated:
-            raise ConfigError("--sglang-colocated", "--rollout-engine sglang")
+        for option in ("sglang_colocated", "rollout_engine_urls", "rollout_engine_key_file"):
+            if getattr(sglang, option):
+                raise ConfigError(
+                    f"--{option.replace('_', '-')} with --rollout-engine "
+                    f"{config.rollout.rollout_engine}, which would not use it",
+                    "--rollout-engine sglang",
+                )
         return
     if not sglang.sglang_python and not sglang.rollout_engine_urls:
         raise ConfigError(

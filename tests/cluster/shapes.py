@@ -55,7 +55,7 @@ def config_of(name: str) -> TrainConfig:
         given["ray_address"] = "auto"
     if name in PARALLEL:
         given["parallel"] = {"tensor_model_parallel_size": 8, **PARALLEL[name]}
-    return resolve_train(given, models=Path("MODELS"), ckpts=Path("CKPT"), data=Path("DATA"))
+    return resolve_train(given, models=Path("/MODELS"), ckpts=Path("/CKPT"), data=Path("/DATA"))
 
 
 def lines_of(name: str) -> list[str]:

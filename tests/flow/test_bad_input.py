@@ -220,3 +220,19 @@ def test_an_export_through_a_link_fills_what_it_names(call, tmp_path):
     assert main(["export", "--run", str(run_dir), "--output", str(tmp_path / "link")]) == 0
     assert (tmp_path / "real" / "adapter_config.json").exists()
     assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rollout-engine-urls", "http://127.0.0.1:3"],
+        ["--rollout-engine-key-file", "key"],
+        ["--sglang-colocated"],
+    ],
+)
+def test_options_of_another_engine_are_refused(call, options):
+    """The embedded engine would train on, and the server that was named would never be asked."""
+    code, said, run_dir = call(*options)
+    assert code == 2
+    assert f"{options[0]} with --rollout-engine embedded, which would not use it" in said
+    assert not run_dir.exists()

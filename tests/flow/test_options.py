@@ -9,6 +9,7 @@ import pytest
 
 from glm_lora.cli import main
 from glm_lora.report.run_data import read_lines
+from glm_lora.settings import resolve_train
 from tests.prepared import folders
 from tests.tiny_runs import adapter, metric, train
 
@@ -125,3 +126,20 @@ def test_the_time_of_a_save_counts_for_the_rollout_that_saved(tiny_root, tmp_pat
     # What was written beside the training is known one rollout later.
     assert ["save/bytes" in record for record in records] == [False, False, True, False, True]
     assert ["time/save_wait" in r for r in records] == ["save/bytes" in r for r in records]
+
+
+def test_paths_are_whole_before_other_processes_see_them(monkeypatch, tmp_path):
+    """Processes of a cluster that is joined run where it was started, not where the user is."""
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "model_name": "tiny",
+        "run_dir": "runs/a",
+        "lora_adapter_path": "adapter",
+        "sglang": {"rollout_engine_key_file": "~/key"},
+    }
+    config = resolve_train(given, models=Path("m"), ckpts=Path("c"), data=Path("d"))
+    assert config.run_dir == tmp_path / "runs" / "a"
+    assert config.hf_checkpoint == tmp_path / "m" / "tiny"
+    assert config.ref_load == tmp_path / "c" / "tiny_torch_dist"
+    assert config.lora_adapter_path == tmp_path / "adapter"
+    assert config.sglang.rollout_engine_key_file == Path.home() / "key"

@@ -101,6 +101,17 @@ def test_resume_lists_what_differs(tmp_path, changes, rank, base, named):
         RunFolder.resume(config(tmp_path / "run", **changes), selection(rank), base)
 
 
+def test_resume_notices_another_reward_under_the_same_name(tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def reward(answer): return 1.0\n")
+    values = {"rollout": {"reward": str(reward)}}
+    RunFolder.create(config(tmp_path / "run", **values), selection(), BASE, force=False).close()
+    RunFolder.resume(config(tmp_path / "run", **values), selection(), BASE).close()
+    reward.write_text("def reward(answer): return 0.0\n")
+    with pytest.raises(ConfigError, match=r"rollout.reward \(.*reward.py\): another content"):
+        RunFolder.resume(config(tmp_path / "run", **values), selection(), BASE)
+
+
 def test_resume_allows_another_shape_and_more_rollouts(tmp_path):
     create(tmp_path / "run").close()
     changed = config(
