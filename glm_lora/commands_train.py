@@ -163,7 +163,12 @@ def train(
         _announce(checked)
     if dry_run:
         from glm_lora.cluster.dry_run import describe
+        from glm_lora.report.run_folder import check_new, check_resume
 
+        if resume:
+            check_resume(config, checked.selection, checked.base)
+        else:
+            check_new(config, force=force)
         for line in describe(checked):
             out.print(line, soft_wrap=True, markup=False)
         from glm_lora.cluster.driver import load_text

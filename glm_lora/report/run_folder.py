@@ -98,21 +98,10 @@ class RunFolder:
         path = config.run_dir
         try:
             path.mkdir(parents=True, exist_ok=True)
-            held = sorted(p.name for p in path.iterdir() if p.name != ".lock")
-            if held and (path / CONFIG).exists() and not force:
-                raise ConfigError(
-                    f"--run-dir {path} already holds a run",
-                    "a new folder",
-                    "Continue it with --resume, overwrite it with --force, or name another folder",
-                )
-            if held and not (path / CONFIG).exists():
-                raise ConfigError(
-                    f"--run-dir {path} is not empty ({', '.join(held[:3])} ...)",
-                    "an empty or a new folder",
-                )
+            held = check_new(config, force=force)
             folder = cls(path)
             try:
-                folder._begin(config, selection, base, replace=bool(held))
+                folder._begin(config, selection, base, replace=held)
             except OSError:
                 folder.close()
                 raise
@@ -135,35 +124,9 @@ class RunFolder:
             ConfigError: No run there, or it was made with another base, selection or configuration
                 (the differences are listed).
         """
-        path = config.run_dir
-        if not (path / CONFIG).exists():
-            raise ConfigError(f"--resume: {path} holds no run", "the --run-dir of an earlier run")
-        differences = _differences(from_toml(TrainConfig, path / CONFIG), config)
-        stored = read_object(path / SELECTION).get("hash")
-        if stored != selection.hash:
-            differences.append("selection: other sites, ranks, alpha or dropout")
-        stored_base = read_object(path / BASE_FILE)
-        if stored_base.get("fingerprint") != base.get("fingerprint"):
-            differences.append(
-                f"base: {stored_base.get('fingerprint')} then, {base.get('fingerprint')} now"
-            )
-        now = _inputs(config)
-        then = read_object(path / INPUTS) if (path / INPUTS).exists() else now
-        differences += [f"{name}: another content" for name in now if then.get(name) != now[name]]
-        if differences:
-            raise ConfigError(
-                f"--resume: {path} was made with other settings: " + "; ".join(differences),
-                "the settings it was started with",
-            )
-        done = latest_checkpoint(path)
-        wanted = config.rollout.num_rollout
-        if done is not None and int(done.name.removeprefix("iter_")) > wanted:
-            raise ConfigError(
-                f"--resume: {path} has done more rollouts than --num-rollout {wanted}",
-                f"at least {int(done.name.removeprefix('iter_'))}",
-            )
-        folder = cls(path)
-        write_atomic(path / CONFIG, to_toml(config))
+        check_resume(config, selection, base)
+        folder = cls(config.run_dir)
+        write_atomic(config.run_dir / CONFIG, to_toml(config))
         return folder
 
     def _begin(
@@ -208,6 +171,63 @@ def _remove_run(path: Path) -> None:
     for name in ("checkpoints", "adapter", "logs", REPORT_PNGS):
         if (path / name).exists():
             shutil.rmtree(path / name)
+
+
+def check_new(config: TrainConfig, *, force: bool) -> bool:
+    """Whether the folder of a new run already holds one that ``force`` may remove.
+
+    Raises:
+        ConfigError: It holds a run or other files.
+    """
+    path = config.run_dir
+    held = sorted(p.name for p in path.iterdir() if p.name != ".lock") if path.is_dir() else []
+    if held and (path / CONFIG).exists() and not force:
+        raise ConfigError(
+            f"--run-dir {path} already holds a run",
+            "a new folder",
+            "Continue it with --resume, overwrite it with --force, or name another folder",
+        )
+    if held and not (path / CONFIG).exists():
+        raise ConfigError(
+            f"--run-dir {path} is not empty ({', '.join(held[:3])} ...)",
+            "an empty or a new folder",
+        )
+    return bool(held)
+
+
+def check_resume(config: TrainConfig, selection: Selection, base: Mapping[str, Any]) -> None:
+    """Check that the run in ``config.run_dir`` can continue with these settings; changes nothing.
+
+    Raises:
+        ConfigError: As ``RunFolder.resume``.
+    """
+    path = config.run_dir
+    if not (path / CONFIG).exists():
+        raise ConfigError(f"--resume: {path} holds no run", "the --run-dir of an earlier run")
+    differences = _differences(from_toml(TrainConfig, path / CONFIG), config)
+    stored = read_object(path / SELECTION).get("hash")
+    if stored != selection.hash:
+        differences.append("selection: other sites, ranks, alpha or dropout")
+    stored_base = read_object(path / BASE_FILE)
+    if stored_base.get("fingerprint") != base.get("fingerprint"):
+        differences.append(
+            f"base: {stored_base.get('fingerprint')} then, {base.get('fingerprint')} now"
+        )
+    now = _inputs(config)
+    then = read_object(path / INPUTS) if (path / INPUTS).exists() else now
+    differences += [f"{name}: another content" for name in now if then.get(name) != now[name]]
+    if differences:
+        raise ConfigError(
+            f"--resume: {path} was made with other settings: " + "; ".join(differences),
+            "the settings it was started with",
+        )
+    done = latest_checkpoint(path)
+    wanted = config.rollout.num_rollout
+    if done is not None and int(done.name.removeprefix("iter_")) > wanted:
+        raise ConfigError(
+            f"--resume: {path} has done more rollouts than --num-rollout {wanted}",
+            f"at least {int(done.name.removeprefix('iter_'))}",
+        )
 
 
 def _inputs(config: TrainConfig) -> dict[str, str]:

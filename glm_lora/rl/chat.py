@@ -47,6 +47,13 @@ class ChatFormat:
         """
         from transformers import AutoTokenizer
 
+        if not folder.is_dir():
+            # transformers would take the path for the name of a repository.
+            raise DataError(
+                f"there is no checkpoint in {folder}, so no tokenizer either",
+                "a folder with the model's tokenizer files",
+                "Run glm-lora prepare, or name the folder (--hf-checkpoint, --model-dir)",
+            )
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:

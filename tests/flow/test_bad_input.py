@@ -236,3 +236,23 @@ def test_options_of_another_engine_are_refused(call, options):
     assert code == 2
     assert f"{options[0]} with --rollout-engine embedded, which would not use it" in said
     assert not run_dir.exists()
+
+
+def test_a_dry_run_looks_at_the_run_folder_and_changes_nothing(call, tmp_path):
+    code, said, run_dir = call("--resume", "--dry-run")
+    assert code == 2
+    assert "holds no run" in said
+    assert not run_dir.exists()
+    run_dir.mkdir()
+    (run_dir / "notes.txt").write_text("mine")
+    code, said, _ = call("--dry-run")
+    assert code == 2
+    assert "is not empty (notes.txt" in said
+    assert [p.name for p in run_dir.iterdir()] == ["notes.txt"]
+
+
+def test_a_model_that_was_not_prepared_has_no_tokenizer(call, tmp_path):
+    code, said, _ = call("--dry-run", "--init", "random", "--hf-checkpoint", str(tmp_path / "none"))
+    assert code == 2
+    assert f"there is no checkpoint in {tmp_path / 'none'}" in said
+    assert "glm-lora prepare" in said
