@@ -12,10 +12,11 @@ import errno
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from glm_lora.checkpoint.files import (
     PARTIAL,
+    FileRecord,
+    check_file,
+    digest_of,
     free_bytes,
     make_folder,
+    record_file,
     replace_folder,
     write_atomic,
     write_errors,
@@ -39,6 +44,7 @@ from glm_lora.checkpoint.torch_dist import (
 from glm_lora.errors import CheckpointError
 from glm_lora.model.parallel import ParallelContext
 
+T = TypeVar("T")
 STATE_FILE = "state.json"
 SCHEMA = 1
 _FULL = 2**20
@@ -94,21 +100,31 @@ def save_train_state(
             shutil.rmtree(partial)
         partial.mkdir()
 
-    def finish() -> None:
-        state = {"schema": SCHEMA, "extra": dict(extra)}
-        write_atomic(partial / STATE_FILE, json.dumps(state))
-        replace_folder(partial, folder)
-
-    def write() -> None:
+    def write() -> dict[str, FileRecord]:
         sharded = _sharded(tensors, ctx)
         if group is None:
             save_tensors(partial, sharded, {})
         else:
             save_state_tensors(partial, sharded, group)
+        # Read back here, where each rank finds its own files in the machine's cache.
+        return {p.name: record_file(p) for p in partial.glob(f"__{ctx.rank}_*.distcp")}
+
+    def finish() -> None:
+        rest = [path for path in partial.iterdir() if path.name not in records]
+        records.update((path.name, record_file(path)) for path in rest)
+        state = {
+            "schema": SCHEMA,
+            "extra": dict(extra),
+            "extra_sha256": digest_of(json.dumps(dict(extra))),
+            "files": {name: asdict(record) for name, record in sorted(records.items())},
+        }
+        write_atomic(partial / STATE_FILE, json.dumps(state))
+        replace_folder(partial, folder)
 
     try:
         _together(folder.parent, begin if ctx.rank == 0 else None, ctx, group)
-        _together(folder.parent, write, ctx, group)
+        written = _together(folder.parent, write, ctx, group)
+        records = {name: record for each in written if each for name, record in each.items()}
         _together(folder.parent, finish if ctx.rank == 0 else None, ctx, group)
     except CheckpointError:
         if ctx.rank == 0:
@@ -117,26 +133,32 @@ def save_train_state(
 
 
 def _together(
-    folder: Path, work: Callable[[], None] | None, ctx: ParallelContext, group: Any
-) -> None:
-    """Do this rank's work and wait for the others; an error of any rank is raised on all."""
+    folder: Path, work: Callable[[], T] | None, ctx: ParallelContext, group: Any
+) -> list[T | None]:
+    """Do this rank's work and wait for the others; an error of any rank is raised on all.
+
+    Returns:
+        What every rank's work returned, in rank order.
+    """
+    result: T | None = None
     error: CheckpointError | None = None
     try:
         with write_errors(folder):
             if work is not None:
                 try:
-                    work()
+                    result = work()
                 except CheckpointException as failures:  # torch's own, from every rank that failed
                     raise _cause(folder, failures) from None
     except CheckpointError as own:
         error = own
-    errors = [error]
+    outcomes: list[Any] = [(error, result)]
     if ctx.world_size > 1:
-        errors = [None] * ctx.world_size
-        dist.all_gather_object(errors, error, group=group)
-    for each in errors:
-        if each is not None:
-            raise each
+        outcomes = [None] * ctx.world_size
+        dist.all_gather_object(outcomes, (error, result), group=group)
+    for failed, _ in outcomes:
+        if failed is not None:
+            raise failed
+    return [each for _, each in outcomes]
 
 
 def _size(tensors: Mapping[str, LocalTensor], ctx: ParallelContext, group: Any) -> int:
@@ -179,11 +201,20 @@ def load_train_state(
             step names the newest whole checkpoint before it.
     """
     ctx = ctx or ParallelContext()
+
+    def check() -> dict[str, Any]:
+        state = _read_state(folder)
+        # Every rank a share of the files: one machine's ranks read each only once.
+        for name in sorted(state.files)[ctx.rank :: ctx.world_size]:
+            check_file(folder / name, state.files[name])
+        return state.extra
+
     try:
-        extra = read_extra(folder)
+        extra = _together(folder, check, ctx, None)[ctx.rank]
         load_tensors(folder, _sharded(tensors, ctx))
     except CheckpointError as error:
         raise CheckpointError(error.what, error.expected, _way_out(folder)) from error
+    assert extra is not None
     return extra
 
 
@@ -191,9 +222,8 @@ def _way_out(folder: Path) -> str:
     """What can be done when the checkpoint ``folder`` of a run cannot be loaded."""
     if not _is_iteration(folder):
         return ""
-    finished = sorted(filter(_is_iteration, folder.parent.glob("iter_*")), key=_number)
-    for candidate in reversed(finished):
-        if _number(candidate) < _number(folder) and _is_whole(candidate):
+    for candidate in reversed(_iterations(folder.parent)):
+        if _number(candidate) < _number(folder) and not damage(candidate, contents=True):
             return (
                 f"{candidate} is whole: move {folder.name} away, then --resume continues from it "
                 "(and export takes it)"
@@ -201,39 +231,88 @@ def _way_out(folder: Path) -> str:
     return "no checkpoint before it is whole: start anew with --force, or in another --run-dir"
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether a checkpoint's files are there and as long as its index says."""
+def damage(folder: Path, *, contents: bool = False) -> str:
+    """What is wrong with the files of a checkpoint, or nothing when it is whole.
+
+    Args:
+        folder: The checkpoint.
+        contents: Read every file and compare its digest, too; else lengths only.
+    """
     try:
-        read_extra(folder)
+        for name, record in _read_state(folder).files.items():
+            check_file(folder / name, record, contents=contents)
         stored = FileSystemReader(folder).read_metadata().storage_data
         ends: dict[str, int] = {}
         for piece in stored.values():
             end = piece.offset + piece.length
             ends[piece.relative_path] = max(end, ends.get(piece.relative_path, 0))
-        return all((folder / name).stat().st_size >= end for name, end in ends.items())
-    except (CheckpointError, OSError, EOFError, ValueError, AttributeError, UnpicklingError):
-        return False
+        short = [name for name, end in ends.items() if (folder / name).stat().st_size < end]
+        return f"{folder / short[0]} is shorter than the index says" if short else ""
+    except FileNotFoundError as error:
+        return f"{error.filename} is missing"
+    except CheckpointError as error:
+        return error.what
+    except (OSError, EOFError, ValueError, AttributeError, UnpicklingError) as error:
+        return f"{folder} cannot be read: {error!r}"
+
+
+class _Object(dict[str, Any]):
+    """A JSON object of a state file; a missing entry is an error of that file."""
+
+    folder = Path()
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(
+            f"{self.folder / STATE_FILE} has no {key!r}",
+            "the file as the run wrote it",
+            _way_out(self.folder),
+        )
+
+
+@dataclass(frozen=True)
+class _State:
+    extra: dict[str, Any]
+    files: dict[str, FileRecord]
+    """Length and digest of the other files; empty in a checkpoint written before they were."""
 
 
 def read_extra(folder: Path) -> dict[str, Any]:
     """The small state of a checkpoint, without its tensors.
 
+    Returns:
+        What was given to ``save_train_state``; asking it for an entry that the file lacks is a
+        CheckpointError.
+
     Raises:
         CheckpointError: There is no finished checkpoint in ``folder``.
     """
+    return _read_state(folder).extra
+
+
+def _read_state(folder: Path) -> _State:
     path = folder / STATE_FILE
+
+    def entries(pairs: dict[str, Any]) -> _Object:
+        result = _Object(pairs)
+        result.folder = folder
+        return result
+
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = json.loads(path.read_text(encoding="utf-8"), object_hook=entries)
         schema, extra = state["schema"], state["extra"]
+        files = {name: FileRecord(**each) for name, each in state.get("files", {}).items()}
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds no finished checkpoint", f"a folder with {STATE_FILE}"
+            f"{folder} holds no finished checkpoint ({STATE_FILE} is missing)",
+            "a checkpoint that was written to its end",
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be used: {error!r}") from error
     if schema != SCHEMA:
         raise CheckpointError(f"{path} has schema version {schema!r}", str(SCHEMA))
-    return extra
+    if files and state.get("extra_sha256") != digest_of(json.dumps(extra)):
+        raise CheckpointError(f"{path} is damaged: it is not as it was written", "its own digest")
+    return _State(extra, files)
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -245,9 +324,25 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     for old in (run_dir / "checkpoints").glob("iter_*.old"):
         if not old.with_suffix("").exists():
             old.rename(old.with_suffix(""))
-    finished = [path.parent for path in (run_dir / "checkpoints").glob(f"iter_*/{STATE_FILE}")]
-    folders = [f for f in finished if _is_iteration(f) and (f / ".metadata").exists()]
-    return max(folders, key=_number, default=None)
+    folders = [f for f in _iterations(run_dir / "checkpoints") if _is_finished(f)]
+    return folders[-1] if folders else None
+
+
+def passed_over(run_dir: Path) -> list[str]:
+    """Folders newer than ``latest_checkpoint`` that are no finished checkpoints, each with why."""
+    latest = latest_checkpoint(run_dir)
+    folders = _iterations(run_dir / "checkpoints")
+    newer = folders[folders.index(latest) + 1 :] if latest else folders
+    return [f"{folder.name} is no finished checkpoint: {damage(folder)}" for folder in newer]
+
+
+def _is_finished(folder: Path) -> bool:
+    return (folder / STATE_FILE).exists() and (folder / ".metadata").exists()
+
+
+def _iterations(folder: Path) -> list[Path]:
+    """The checkpoint folders in ``folder``, finished or not, oldest first."""
+    return sorted(filter(_is_iteration, folder.glob("iter_*")), key=_number)
 
 
 def _is_iteration(folder: Path) -> bool:
@@ -259,19 +354,28 @@ def _number(folder: Path) -> int:
 
 
 def prune_checkpoints(run_dir: Path, keep: int, every: int = 0) -> None:
-    """Remove all but the newest ``keep`` finished checkpoints, and what crashes left behind.
+    """Remove all but the newest ``keep`` whole checkpoints, and what crashes left behind.
+
+    A damaged one does not count, so that ``keep`` can be loaded; it goes with those of its age.
 
     Args:
         run_dir: Run folder.
-        keep: Newest checkpoints to keep.
+        keep: Newest checkpoints to keep, at least 1.
         every: Keep those whose iteration is a multiple of this, too; 0 keeps none.
     """
     folder = run_dir / "checkpoints"
-    finished = sorted(filter(_is_iteration, folder.glob("iter_*")), key=_number)
-    leftovers = [p for p in folder.glob("iter_*") if p not in finished]
-    older = [path for path in finished[:-keep] if not every or _number(path) % every]
+    present = _iterations(folder)
+    older = [path for path in present if _number(path) < _oldest_kept(present, keep)]
+    older = [path for path in older if not every or _number(path) % every]
+    leftovers = [path for path in folder.glob("iter_*") if not _is_iteration(path)]
     for path in [*older, *leftovers]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _oldest_kept(present: list[Path], keep: int) -> int:
+    """The number of the ``keep``-th newest whole checkpoint, or of the oldest; 0 without any."""
+    whole = (_number(path) for path in reversed(present) if not damage(path))
+    return min(islice(whole, keep), default=0)
 
 
 def _sharded(tensors: Mapping[str, LocalTensor], ctx: ParallelContext) -> dict[str, Any]:

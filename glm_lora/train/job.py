@@ -18,6 +18,7 @@ import numpy as np
 from glm_lora.checkpoint.train_state import (
     iteration_folder,
     latest_checkpoint,
+    passed_over,
     prune_checkpoints,
 )
 from glm_lora.config import TrainConfig
@@ -248,6 +249,8 @@ class Job:
 
     def _load_checkpoint(self) -> int:
         folder = latest_checkpoint(self.folder.path)
+        for line in passed_over(self.folder.path):
+            self.listener.note(f"passed over: {line}")
         if folder is None:
             raise CheckpointError(
                 f"--resume: {self.folder.path} holds no finished checkpoint",

@@ -1,5 +1,6 @@
 """Training state: exact at any topology, whole or not at all."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch.multiprocessing as mp
 
 from glm_lora.checkpoint.torch_dist import save_tensors
 from glm_lora.checkpoint.train_state import (
+    STATE_FILE,
     LocalTensor,
     iteration_folder,
     latest_checkpoint,
     load_train_state,
+    passed_over,
     prune_checkpoints,
     read_extra,
     save_train_state,
@@ -130,7 +133,7 @@ def test_unfinished_and_damaged(tmp_path: Path) -> None:
     save_train_state(folder, pieces(ParallelContext(), fill=True), EXTRA)
     data = next(folder.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match="has 100 bytes"):
         load_train_state(folder, wanted)
     shutil.rmtree(folder)
     save_train_state(folder, pieces(ParallelContext(), fill=True), EXTRA)
@@ -138,6 +141,80 @@ def test_unfinished_and_damaged(tmp_path: Path) -> None:
         load_train_state(folder, {"other": LocalTensor(torch.zeros(2))})
     with pytest.raises(CheckpointError, match="shape mismatch"):
         load_train_state(folder, {"col.lora_A.weight": LocalTensor(torch.zeros(8, 6))})
+
+
+def saved(root: Path, *iterations: int) -> list[Path]:
+    folders = [iteration_folder(root, number) for number in iterations]
+    for folder in folders:
+        save_train_state(folder, pieces(ParallelContext(), fill=True), EXTRA)
+    return folders
+
+
+def flip(path: Path) -> None:
+    """Change bytes in the middle of a file and leave its length."""
+    data = bytearray(path.read_bytes())
+    for place in range(len(data) // 2, min(len(data) // 2 + 64, len(data))):
+        data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", STATE_FILE])
+def test_damage_at_equal_length_is_refused(tmp_path: Path, name: str) -> None:
+    first, second, third = saved(tmp_path, 1, 2, 3)
+    if name == STATE_FILE:  # a digit of a generator's state, say
+        text = (third / name).read_text()
+        (third / name).write_text(text.replace("[1, 2, 3]", "[1, 2, 4]"))
+    else:
+        flip(third / name)
+    flip(second / "__0_0.distcp")
+    with pytest.raises(CheckpointError) as error:
+        load_train_state(third, pieces(ParallelContext(), fill=False))
+    assert f"{third / name} is damaged" in error.value.what
+    assert error.value.next_step.startswith(f"{first} is whole"), "not the other damaged one"
+
+
+def test_a_checkpoint_without_digests_loads(tmp_path: Path) -> None:
+    """As they were written before there were any."""
+    (folder,) = saved(tmp_path, 1)
+    state = json.loads((folder / STATE_FILE).read_text())
+    (folder / STATE_FILE).write_text(json.dumps({k: state[k] for k in ("schema", "extra")}))
+    check(ParallelContext(), folder)
+
+
+def test_an_entry_that_is_missing_is_an_error_of_the_file(tmp_path: Path) -> None:
+    first, second = saved(tmp_path, 1, 2)
+    state = {"schema": 1, "extra": {"driver": {"rollouts": 2}}}
+    (second / STATE_FILE).write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match="has no 'prompts'") as error:
+        read_extra(second)["driver"]["prompts"]
+    assert str(second / STATE_FILE) in error.value.what and str(first) in error.value.next_step
+    (second / STATE_FILE).write_text('{"schema": 1}')
+    with pytest.raises(CheckpointError, match="has no 'extra'"):
+        read_extra(second)
+
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
+    _, good, cut, newest = saved(tmp_path, 1, 2, 3, 4)
+    (cut / "__0_0.distcp").write_bytes(b"")
+    (newest / STATE_FILE).unlink()
+    assert latest_checkpoint(tmp_path) == cut
+    prune_checkpoints(tmp_path, 1)
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == {good.name, cut.name, newest.name}
+    saved(tmp_path, 5)
+    prune_checkpoints(tmp_path, 1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["iter_0000005"]
+
+
+def test_newer_folders_that_are_passed_over_are_named(tmp_path: Path) -> None:
+    _, second, third = saved(tmp_path, 1, 2, 3)
+    (second / ".metadata").unlink()
+    (third / STATE_FILE).unlink()
+    said = passed_over(tmp_path)
+    assert [line.split()[0] for line in said] == [second.name, third.name]
+    assert ".metadata is missing" in said[0] and STATE_FILE in said[1]
+    saved(tmp_path, 4)
+    assert not passed_over(tmp_path)
 
 
 def test_not_writable(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -65,6 +66,42 @@ def test_a_truncated_checkpoint_names_the_whole_one_before_it(
     newest.rename(tmp_path / "away")  # the step that was named
     assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 0
     assert metric(run, "rollout/step") == [0, 1, 2, 3]
+
+
+def test_changed_bytes_are_refused(run, tiny_root, capsys):
+    newest = latest_checkpoint(run)
+    assert newest is not None
+    path = newest / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(b ^ 0xFF for b in data[middle : middle + 64])
+    path.write_bytes(data)
+    assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 2
+    said = words(capsys.readouterr().err)
+    assert f"{path} is damaged" in said and "iter_0000002 is whole" in said, said
+
+
+def test_a_newer_folder_that_was_never_finished_is_named(run, tiny_root, capsys):
+    newest = latest_checkpoint(run)
+    assert newest is not None
+    (newest / "state.json").unlink()
+    assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 0
+    printed = capsys.readouterr()
+    said = words(printed.out + printed.err)
+    assert f"passed over: {newest.name} is no finished checkpoint" in said, said
+    assert metric(run, "rollout/step") == [0, 1, 2, 3]
+
+
+def test_a_state_without_the_prompts_place_is_named(run, tiny_root, capsys):
+    newest = latest_checkpoint(run)
+    assert newest is not None
+    state = json.loads((newest / "state.json").read_text())
+    del state["files"], state["extra"]["driver"]["prompts"]  # as of before there were digests
+    (newest / "state.json").write_text(json.dumps(state))
+    assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 2
+    said = words(capsys.readouterr().err)
+    assert f"{newest / 'state.json'} has no 'prompts'" in said, said
+    assert "iter_0000002 is whole" in said, said
 
 
 def test_what_is_not_whole_either_is_not_named(run, tiny_root, capsys):
