@@ -159,7 +159,7 @@ def host_copy(storages: Sequence[torch.Tensor], folder: Path | None = None) -> H
         written=outcome.written + outcome.private,
         machine_bytes=now,
         unshared_bytes=unshared,
-        summary=_summary(held, outcomes),
+        summary=_summary(held, outcomes, folder),
         registered=registered,
     )
 
@@ -330,12 +330,14 @@ def _fullest(held: Sequence[Held], outcomes: Sequence[_Outcome]) -> tuple[int, i
     return now, unshared
 
 
-def _summary(held: Sequence[Held], outcomes: Sequence[_Outcome]) -> str:
+def _summary(held: Sequence[Held], outcomes: Sequence[_Outcome], folder: Path | None) -> str:
     machines = len({own.machine for own in held})
     now, unshared = _fullest(held, outcomes)
     text = f"host copy of the base: {_amount(now)} on a machine"
     text += f" ({_amount(unshared)} with a copy for each rank; {len(held)} rank(s), "
     text += f"{machines} machine(s))"
+    if folder is not None:
+        text += f", in files without a name in {folder}"
     for rank, outcome in enumerate(outcomes):
         if outcome.private:
             reasons = "; ".join(outcome.reasons) or "its writer could not share it"

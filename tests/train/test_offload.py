@@ -48,6 +48,7 @@ def test_everything_comes_back_bit_equal(worker_of, target):
         assert (out["offload/bytes_to_host"] >= held) == (cycle == 0)
         back = worker.onload()
         assert back["offload/bytes_to_device"] == out["offload/bytes_freed"]
+    assert ("in files without a name in" in worker.host_copy_summary()) == (target == "disk")
     assert storage_bytes(worker) == held
     assert (worker.logprobs(prompt)[0] == before).all()
     assert worker.verify_base() == digest
