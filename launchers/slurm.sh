@@ -35,19 +35,22 @@ head="${nodes[0]}"
 port=$((20000 + ${SLURM_JOB_ID:-0} % 20000))
 gpus="${SLURM_GPUS_ON_NODE:-0}"
 
+# Clients that are given an address use the token only when told to; `env`, because a job may keep
+# its environment from its steps.
+auth=(env "RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}")
 # One step per node; --block keeps it in the foreground, so that Slurm ends it with the job.
 head_step=(srun --nodes 1 --ntasks 1 --overlap --nodelist "$head"
-  "$ray" start --head --port "$port" --num-gpus "$gpus"
+  "${auth[@]}" "$ray" start --head --port "$port" --num-gpus "$gpus"
   --include-dashboard false --disable-usage-stats --block)
 worker_step() {
   printf '%s\0' srun --nodes 1 --ntasks 1 --overlap --nodelist "$1" \
-    "$ray" start --address "$head:$port" --num-gpus "$gpus" --disable-usage-stats --block
+    "${auth[@]}" "$ray" start --address "$head:$port" --num-gpus "$gpus" --disable-usage-stats --block
 }
 train_step=(srun --nodes 1 --ntasks 1 --overlap --nodelist "$head"
-  "$python" "$root/launchers/run_glm5_3_flash_lora.py" train --launcher ray
+  "${auth[@]}" "$python" "$root/launchers/run_glm5_3_flash_lora.py" train --launcher ray
   --ray-address "$head:$port" "$@")
 status_step=(srun --nodes 1 --ntasks 1 --overlap --nodelist "$head"
-  "$ray" status --address "$head:$port")
+  "${auth[@]}" "$ray" status --address "$head:$port")
 
 if $show; then
   printf '%q ' "${head_step[@]}" && echo "&"

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 
 from glm_lora.cluster.placement import LOOPBACK
+from glm_lora.cluster.ray_probe import JOIN_LIMIT, probe, use_token
 from glm_lora.errors import ConfigError, RunError
 
 _CONNECT_LIMIT = 10.0
 
 
 @contextlib.contextmanager
-def ray_session(address: str, num_cpus: int, num_gpus: int) -> Iterator[None]:
+def ray_session(
+    address: str, num_cpus: int, num_gpus: int, check: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """A Ray runtime for the length of the block.
 
     Args:
@@ -26,9 +31,11 @@ def ray_session(address: str, num_cpus: int, num_gpus: int) -> Iterator[None]:
             loopback interface, which is stopped at the end.
         num_cpus: Logical CPUs of the local runtime (one per actor).
         num_gpus: GPUs of the local runtime.
+        check: Called while waiting and once Ray is up; raises when the run is to end.
 
     Raises:
-        ConfigError: No cluster answers at ``address``, or it runs other versions of Ray or Python.
+        ConfigError: No cluster answers at ``address``, it wants another token or none of ours, it
+            cannot be reached from here, or it runs other versions of Ray or Python.
         RunError: The local runtime did not start.
     """
     if ray.is_initialized():
@@ -36,9 +43,11 @@ def ray_session(address: str, num_cpus: int, num_gpus: int) -> Iterator[None]:
         return
     if address:
         _check_listening(address)
-    with contextlib.nullcontext() if address else _loopback_only():
+        _check_joinable(address, check)
+    with contextlib.nullcontext() if address else _loopback_only(), _own_handler_kept():
         _init(address, num_cpus, num_gpus)
         try:
+            check()
             yield
         finally:
             # Leaves a cluster that was joined; ends the processes of one that was started here.
@@ -54,6 +63,45 @@ def _check_listening(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_LIMIT).close()
     except OSError as error:
         raise _no_cluster(address, error) from error
+
+
+def _check_joinable(address: str, check: Callable[[], None]) -> None:
+    """Join in a child process first, and do here what that needed."""
+    found = probe(address, check)
+    if found.joined:
+        if found.token:
+            use_token()
+        return
+    if found.refused:
+        raise _no_token(address, found.error)
+    if found.error:
+        raise _not_started(address, ConnectionError(found.error))
+    if found.answers:
+        raise ConfigError(
+            f"--ray-address {address}: the cluster answers, but none of its nodes can be joined "
+            f"from here within {JOIN_LIMIT:g} s",
+            "a cluster whose nodes are reachable under the addresses that they tell each other",
+            "Start a node on this machine with 'ray start --address', and the head with a "
+            "--node-ip-address that the others reach",
+        )
+    raise ConfigError(
+        f"--ray-address {address}: something listens there, but does not answer as Ray within "
+        f"{JOIN_LIMIT:g} s",
+        "the address of a running cluster",
+        "'ray start --head' prints the address (port 6379 by default, not the dashboard's)",
+    )
+
+
+def _no_token(address: str, error: str) -> ConfigError:
+    mode = os.environ.get("RAY_AUTH_MODE")
+    here = f"RAY_AUTH_MODE is {mode}" if mode else "RAY_AUTH_MODE is not set"
+    return ConfigError(
+        f"--ray-address {address}: the cluster wants its authentication token ({here}): "
+        f"{error.splitlines()[0].split('. Note')[0]}",
+        "the token with which the cluster was started",
+        "Copy the head's ~/.ray/auth_token to this machine (or name it with RAY_AUTH_TOKEN_PATH), "
+        "and set RAY_AUTH_MODE=token",
+    )
 
 
 def _no_cluster(address: str, error: Exception) -> ConfigError:
@@ -86,6 +134,20 @@ def _loopback_only() -> Iterator[None]:
             os.environ[name] = kept
 
 
+@contextlib.contextmanager
+def _own_handler_kept() -> Iterator[None]:
+    """A handler of SIGTERM that is there stays: Ray's own ends the process without a word."""
+    if not callable(signal.getsignal(signal.SIGTERM)):
+        yield
+        return
+    setter = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = setter
+
+
 def _init(address: str, num_cpus: int, num_gpus: int) -> None:
     try:
         if address:
@@ -100,8 +162,6 @@ def _init(address: str, num_cpus: int, num_gpus: int) -> None:
                 logging_level=logging.ERROR,
                 _node_ip_address=LOOPBACK,
             )
-    except ConnectionError as error:
-        raise _no_cluster(address, error) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise _not_started(address, error) from error
 
@@ -114,6 +174,8 @@ def _not_started(address: str, error: Exception) -> ConfigError | RunError:
             "the same versions of Ray and Python here and in the cluster",
             "Install the same wheel on every machine",
         )
+    if isinstance(error, ConnectionError):
+        return _no_cluster(address, error)
     if address:
         return ConfigError(f"--ray-address {address} cannot be joined: {text}", "a running cluster")
     return RunError(f"Ray did not start: {text}", next_step="Try --launcher inline")

@@ -72,6 +72,12 @@ def test_slurm_starts_a_head_workers_and_the_launcher(tmp_path):
     assert str(LAUNCHERS / "run_glm5_3_flash_lora.py") in train
 
 
+def test_every_slurm_step_uses_the_token(tmp_path):
+    done = slurm(tmp_path, "--show", *TRAIN)
+    for line in done.stdout.splitlines():
+        assert "env RAY_AUTH_MODE=token " in line, line
+
+
 def test_slurm_refuses_to_run_outside_a_job(tmp_path):
     done = slurm(tmp_path, "--show", SLURM_JOB_NODELIST="")
     assert done.returncode == 2 and "sbatch" in done.stderr
