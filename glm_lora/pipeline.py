@@ -46,9 +46,9 @@ def run(job: Job) -> AdapterState:
     job.listener.phase("check")
     with job.trainer_on_device(probe):
         job.trainer.verify_base()
-        job.save(rollouts, needed=True)
+        saved = job.save(rollouts)
     check_base(job.engine, probe)
-    job.export(adapter)
+    job.finish(adapter, saved=saved)
     return adapter
 
 

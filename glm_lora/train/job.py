@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import resource
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +21,13 @@ from glm_lora.checkpoint.train_state import (
     prune_checkpoints,
 )
 from glm_lora.config import TrainConfig
-from glm_lora.errors import CheckpointError, Interrupted, RunError, TrainingError
-from glm_lora.export.peft import export_peft
+from glm_lora.errors import (
+    CheckpointError,
+    Interrupted,
+    ProcessLost,
+    TrainingError,
+    first_line,
+)
 from glm_lora.protocols import (
     AdapterRef,
     AdapterState,
@@ -42,6 +46,7 @@ from glm_lora.rl.metrics import HEALTH_BANDS, health_lines
 from glm_lora.sync.push import Probe, check_base
 from glm_lora.targets.selection import Selection
 from glm_lora.train.experience import Explorer
+from glm_lora.train.finish import write_result
 
 
 class Recorder:
@@ -166,12 +171,33 @@ class Job:
             return
         with self.phase("release"):
             self.engine.release()
-        self.recorder.add(self.trainer.onload())
-        yield
-        self.recorder.add(self.trainer.offload())
+        try:
+            self.recorder.add(self.trainer.onload())
+            yield
+            self.recorder.add(self.trainer.offload())
+        except Exception as error:
+            self._wake_engine(error)
+            raise
         with self.phase("resume"):
             self.engine.resume()
             check_base(self.engine, probe)
+
+    def _wake_engine(self, error: Exception) -> None:
+        """Give servers that are not ours their memory back, as ``error`` ends the run."""
+        if not self.config.sglang.rollout_engine_urls:
+            return  # ours ends with the run
+        # Ranks that are lost, or still in the update that was given up, would not answer.
+        gone = isinstance(error, ProcessLost) or (self.stop.polled and self.stop.requested)
+        if not gone:
+            with contextlib.suppress(Exception):
+                self.trainer.offload()
+        try:
+            self.engine.resume()
+        except Exception as second:  # what ended the run is told, whatever comes after it
+            self.listener.note(
+                f"the engine did not take its memory back ({first_line(second)}): restart it "
+                "before the next run"
+            )
 
     @contextlib.contextmanager
     def sampler(self) -> Iterator[ThreadPoolExecutor]:
@@ -209,7 +235,7 @@ class Job:
         try:
             yield
         except TrainingError:
-            self.save(step + 1, needed=True)
+            self.save(step + 1)
             raise
 
     def snapshot(self) -> Snapshot:
@@ -268,24 +294,20 @@ class Job:
         """The prompts dealt so far are used up; a resumed run continues from here."""
         self.cursor = self.explorer.prompts.state_dict()
 
-    def save(self, rollouts: int, *, needed: bool = False) -> bool:
+    def save(self, rollouts: int) -> bool:
         """Write a checkpoint after ``rollouts`` rollouts, wait for it and drop the oldest ones.
 
         A disk that is full or gone does not end the run: it says so and keeps what it has.
 
         Args:
             rollouts: Rollouts done.
-            needed: Nothing comes after this one, so it must succeed.
 
         Returns:
             Whether the checkpoint was written.
-
-        Raises:
-            RunError: It was needed and could not be written.
         """
         self._copy_for_save(rollouts)
         self._write_save(rollouts)
-        return self.finish_save(needed=needed)
+        return self.finish_save()
 
     def _copy_for_save(self, rollouts: int) -> None:
         """The part of a save for which the training stands still."""
@@ -299,7 +321,7 @@ class Job:
         self.trainer.write_save()
         self.saving = rollouts
 
-    def finish_save(self, *, needed: bool = False) -> bool:
+    def finish_save(self) -> bool:
         """Wait for the checkpoint that is being written, if any; see ``save``."""
         if self.saving is None:
             return True
@@ -310,13 +332,8 @@ class Job:
         except CheckpointError as error:
             last = latest_checkpoint(self.folder.path)
             kept = f"the last good one is {last}" if last else "there is none before it"
-            if needed:
-                raise RunError(
-                    f"the last checkpoint was not written ({error}); {kept}",
-                    next_step="Free some space, then continue with --resume",
-                ) from error
             self.failed_saves += 1
-            self.listener.note(f"no checkpoint after {rollouts} rollouts: {error} ({kept})")
+            self.listener.note(f"no checkpoint after {rollouts} rollouts: {error.what} ({kept})")
             return False
         prune_checkpoints(self.folder.path, self.config.keep_last, self.config.keep_every)
         return True
@@ -356,9 +373,7 @@ class Job:
             seed=self.config.seed,
         )
 
-    def export(self, adapter: AdapterState) -> None:
-        """Write the PEFT adapter into the run folder, over the one of an earlier finish."""
+    def finish(self, adapter: AdapterState, *, saved: bool) -> None:
+        """Write the adapter into the run folder; see ``train.finish``."""
         self.listener.phase("export")
-        if self.folder.adapter.exists():
-            shutil.rmtree(self.folder.adapter)
-        export_peft(adapter, self.folder.adapter, self.base_model)
+        write_result(adapter, self.folder, self.base_model, saved=saved)

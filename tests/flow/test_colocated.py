@@ -15,11 +15,15 @@ import numpy as np
 import pytest
 
 from glm_lora.arch.spec import TINY
+from glm_lora.errors import TrainingError
 from glm_lora.report.run_data import read_lines
+from glm_lora.train.worker import TrainWorker
 from tests.flow.serving_model import ModelSglang
 from tests.flow.test_train_tiny import LAUNCHER
 from tests.prepared import folders
 from tests.rollout.fake_sglang import FakeSglang, running
+from tests.support import words
+from tests.tiny_runs import train
 
 COLOCATED = ["--rollout-engine", "sglang", "--sglang-colocated"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
@@ -67,6 +71,29 @@ def test_a_line_says_how_the_base_is_held(server, tiny_root, tmp_path, launcher,
     assert f"{ranks} rank(s), 1 machine(s))" in line and "of its own" not in line
     asked = [path for path, _ in fake.requests]
     assert "/release_memory_occupation" in asked and not fake.released, "it got its memory back"
+
+
+@pytest.mark.usefixtures("wide_errors")
+@pytest.mark.parametrize("dies", [False, True], ids=["alive", "dead"])
+def test_a_failure_of_the_trainer_leaves_the_server_its_memory(
+    server, tiny_root, tmp_path, monkeypatch, capsys, dies
+):
+    """The server is not ours: the next run finds it as this one did."""
+    fake, url = server
+
+    def fail(self: TrainWorker, dtype: str = "") -> None:
+        assert fake.released
+        fake.dead = dies
+        raise TrainingError("a rank has a fault")
+
+    monkeypatch.setattr(TrainWorker, "adapter", fail)
+    options = ["--rollout-engine-urls", url, *COLOCATED, "--num-rollout", "1"]
+    assert train(tiny_root, tmp_path / "run", *options) == 1
+    printed = capsys.readouterr()
+    said = words(printed.out + printed.err)
+    assert "a rank has a fault" in said, said
+    assert fake.released == dies
+    assert ("the engine did not take its memory back" in said) == dies, said
 
 
 @pytest.mark.slow

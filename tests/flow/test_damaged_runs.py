@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.cli import main
-from tests.support import words
+from tests.support import small_disk, words
 from tests.tiny_runs import metric, train
 
 pytestmark = pytest.mark.usefixtures("wide_errors")
@@ -112,3 +113,28 @@ def test_what_is_not_whole_either_is_not_named(run, tiny_root, capsys):
     cut(run / "checkpoints" / "iter_0000001", "*.distcp")
     assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 2
     assert "no checkpoint before it is whole" in words(capsys.readouterr().err)
+
+
+def used(folder: Path) -> int:
+    """Bytes of the files in ``folder``."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+@pytest.mark.parametrize("room", ["for the adapter", "for neither"])
+def test_a_disk_without_room_for_the_last_checkpoint(saved, tiny_root, tmp_path, capsys, room):
+    """The run keeps 1 MiB free of checkpoints, in which the much smaller adapter fits."""
+    size = used(saved / "adapter") * 2 + 2**19 if room == "for the adapter" else 2**17
+    with small_disk(tmp_path / "disk", f"size={size}") as disk:
+        assert train(tiny_root, disk / "run", "--num-rollout", "1") == 1
+        printed = capsys.readouterr()
+        said = words(printed.out + printed.err)
+        assert "run the same command again" not in said and "is full" in said, said
+        if room == "for neither":
+            assert "neither the last checkpoint nor the adapter was written" in said, said
+            assert "--force" in said
+            return
+        result = disk / "run" / "adapter"
+        assert f"the adapter is complete in {result}" in said, said
+        other = ["--lora-adapter-path", str(result), "--num-rollout", "1"]  # the step that is named
+        assert train(tiny_root, tmp_path / "other", *other) == 0
