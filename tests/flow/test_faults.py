@@ -208,7 +208,8 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(tiny_root, tmp_path, undi
         assert metric(disk / "run", "train/grad_norm") == metric(undisturbed, "train/grad_norm")
         good = sorted((disk / "run" / "checkpoints").iterdir())
         assert good[-1] == latest_checkpoint(disk / "run") and good[-1].suffix == ""
-        for old in good[:-1]:
+        assert adapter(disk / "run") == adapter(undisturbed), "it fits where a checkpoint does not"
+        for old in [*good[:-1], disk / "run" / "adapter"]:
             subprocess.run(["rm", "-r", str(old)], check=True)
         more = ["--resume", "--save-interval", "0", "--keep-last", "1"]
         with Run(tiny_root, disk / "run", *options(*more), log=tmp_path / "log") as run:
