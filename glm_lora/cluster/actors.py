@@ -209,7 +209,11 @@ class RayTrainer(EveryRankTrainer):
         self._check = check
         self._limit = config.step_timeout
         (address,) = results(
-            [self._actors[0].address.remote()], "starting the trainer", TrainingError, CALL_TIMEOUT
+            [self._actors[0].address.remote()],
+            "starting the trainer",
+            TrainingError,
+            CALL_TIMEOUT,
+            check,
         )
         starts = [
             actor.start.remote(config, selection, rank, address)
@@ -220,7 +224,9 @@ class RayTrainer(EveryRankTrainer):
     def wait_ready(self) -> None:
         """Block until every rank has loaded its part of the base."""
         if self._starting is not None:
-            results(self._starting, "starting the trainer", TrainingError, START_TIMEOUT)
+            results(
+                self._starting, "starting the trainer", TrainingError, START_TIMEOUT, self._check
+            )
             self._starting = None
 
     def call_all(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.cluster.placement import Placement
 from glm_lora.cluster.plan import Plan
+from glm_lora.cluster.stopping import stop_on_signal, stoppable_start
 from glm_lora.config import RolloutConfig, TrainConfig
 from glm_lora.errors import (
     ConfigError,
@@ -33,6 +33,7 @@ from glm_lora.errors import (
 )
 from glm_lora.protocols import AdapterState, RolloutEngine, Trainer
 from glm_lora.report.console import Listener
+from glm_lora.report.history import RunHistory
 from glm_lora.report.run_folder import RunFolder, truncate_metrics
 from glm_lora.report.sinks import JsonlSink, MetricSink, TensorBoardSink, WandbSink
 from glm_lora.rl.chat import ChatFormat
@@ -43,9 +44,6 @@ from glm_lora.settings import torchrun_world
 from glm_lora.sync.push import probe_tokens
 from glm_lora.train.experience import Explorer
 from glm_lora.train.job import Job, StopRequest
-
-STOP_LIMIT = 45.0
-"""Seconds after a signal in which an update and its checkpoint must be done."""
 
 
 @dataclass(frozen=True)
@@ -116,27 +114,30 @@ def train(
         _follow_rank_zero(plan, world)
         return None
     with contextlib.ExitStack() as outer:
-        text = load_text(plan)
-        outer.callback(text.reward.close)
-        start = starting_adapter(plan)
+        stop = outer.enter_context(stop_on_signal(listener))
+        with stoppable_start(stop, None):
+            text = load_text(plan)
+            outer.callback(text.reward.close)
+            start = starting_adapter(plan)
+        stop.polled = config.launcher == "ray"
         # Before the run folder is made: a shape that does not fit is a wrong command.
-        placement = _fitting_placement(config, outer)
+        with stoppable_start(stop, None):
+            placement = _fitting_placement(config, outer, stop.check)
         if resume:
             folder = RunFolder.resume(config, plan.selection, plan.base)
         else:
             folder = RunFolder.create(config, plan.selection, plan.base, force=force)
         outer.callback(folder.close)
         with contextlib.ExitStack() as stack:
+            jobs: list[Job] = []
+            # The last one tells how the run ended; this is called last.
+            stack.push(lambda *error: _ended(folder, jobs, *error))
             listener.phase("starting")
-            stop = stack.enter_context(stop_on_signal(listener))
             for row in text.data.bad_rows:
                 listener.note(f"left out: {row}")
             listener.note(f"first {text.chat.describe(text.data.files[0].prompts[0].ids)}")
             sinks = _sinks(config, folder)
             stack.callback(lambda: [sink.close() for sink in sinks])
-            jobs: list[Job] = []
-            # The last one tells how the run ended.
-            stack.push(lambda *error: jobs[-1].ended(*error) if jobs else None)
 
             def run(trainer: Trainer, engine: RolloutEngine, resume: bool, restarts: int) -> None:
                 from glm_lora.pipeline import run
@@ -156,18 +157,37 @@ def train(
                 if placement is None:
                     from glm_lora.cluster.ray_parts import ray_runtime
 
-                    placement = stack.enter_context(ray_runtime(config))
-                stop.polled = True
-                # Ray has put its own handler of SIGTERM in the place of ours.
-                stack.enter_context(stop_on_signal(listener, stop))
+                    with stoppable_start(stop, folder.path):
+                        placement = stack.enter_context(ray_runtime(config, stop.check))
                 _run_on_ray(plan, placement, run, folder, listener, stop, resume)
             else:
-                with _local_parts(plan, world, listener.note) as (trainer, engine):
+                with contextlib.ExitStack() as parts:
+                    with stoppable_start(stop, folder.path):
+                        trainer, engine = parts.enter_context(
+                            _local_parts(plan, world, listener.note)
+                        )
                     run(trainer, engine, resume, 0)
     return folder
 
 
-def _fitting_placement(config: TrainConfig, stack: contextlib.ExitStack) -> Placement | None:
+def _ended(
+    folder: RunFolder,
+    jobs: Sequence[Job],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """Record how the run ended, also one that never came to its loop."""
+    if jobs:
+        jobs[-1].ended(kind, error, trace)
+    elif error is not None:
+        with contextlib.suppress(OSError):
+            RunHistory(folder.path).ended(error)
+
+
+def _fitting_placement(
+    config: TrainConfig, stack: contextlib.ExitStack, check: Callable[[], None]
+) -> Placement | None:
     """Who sits where on a cluster that is joined now; None where Ray is not up yet.
 
     Raises:
@@ -178,7 +198,7 @@ def _fitting_placement(config: TrainConfig, stack: contextlib.ExitStack) -> Plac
     from glm_lora.cluster.ray_parts import check_local, ray_runtime
 
     if config.ray_address:
-        return stack.enter_context(ray_runtime(config))
+        return stack.enter_context(ray_runtime(config, check))
     check_local(config)
     return None
 
@@ -205,7 +225,9 @@ def _run_on_ray(
             config, plan.selection, placement, listener.note, stop.check, again=losses > 0
         )
         try:
-            with parts as (trainer, engine):
+            with contextlib.ExitStack() as stack:
+                with stoppable_start(stop, folder.path):
+                    trainer, engine = stack.enter_context(parts)
                 run(trainer, engine, resume, losses)
             return
         except ProcessLost as error:
@@ -299,45 +321,6 @@ def _sinks(config: TrainConfig, folder: RunFolder) -> list[MetricSink]:
     if config.wandb:
         sinks.append(WandbSink(folder.logs, config.model_dump(mode="json")))
     return sinks
-
-
-@contextlib.contextmanager
-def stop_on_signal(listener: Listener, request: StopRequest | None = None) -> Iterator[StopRequest]:
-    """SIGINT and SIGTERM ask the loop to save and stop; a second one stops at once.
-
-    Sampling is given up on the spot. An update gets ``STOP_LIMIT`` seconds to finish; then the run
-    ends without it, and the last checkpoint stands.
-
-    Args:
-        listener: Told that the run is stopping.
-        request: Set when a signal comes; by default a new one.
-    """
-    request = request or StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-
-    def asked(number: int, frame: Any) -> None:
-        if request.requested:
-            raise KeyboardInterrupt
-        request.requested = True
-        request.deadline = time.monotonic() + STOP_LIMIT
-        listener.note("stopping; everything is saved (again to stop at once)")
-        if not request.polled:
-            signal.setitimer(signal.ITIMER_REAL, STOP_LIMIT + 0.1)
-            request.check()
-
-    def overdue(number: int, frame: Any) -> None:
-        request.check()
-
-    handlers = {signal.SIGINT: asked, signal.SIGTERM: asked, signal.SIGALRM: overdue}
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield request
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -257,6 +257,10 @@ class EnginePool:
         self._released = False
         self._everywhere("resume")
 
+    def abandon(self) -> None:
+        """Start no engine again: they are about to be ended without being asked."""
+        self._closed = True
+
     def close(self) -> None:
         """Let every engine stop what it started, then end its process."""
         self._closed = True  # a thread that still samples must not start engines again

@@ -70,38 +70,52 @@ class _Group:
 
     Args:
         placement: Who sits where.
+        check: Called while waiting; raises when waiting is to end.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, check: Callable[[], None]) -> None:
         self.placement = placement
         self._group = placement_group(placement.bundles(), strategy="PACK")
-        if not self._group.wait(BUSY_TIMEOUT):
-            remove_placement_group(self._group)
-            raise ConfigError(
-                f"the cluster's machines are in use: no room within {BUSY_TIMEOUT:g} s",
-                f"{placement.gpus} free GPUs on {len(placement.machines)} machine(s)",
-                "Wait for the other jobs, or make the shape smaller",
-            )
+        try:
+            self._wait(check)
+            self.machines = self._ask_machines(check)
+        except BaseException:
+            remove_placement_group(self._group)  # and what runs in it
+            raise
+
+    def _wait(self, check: Callable[[], None]) -> None:
+        end = time.monotonic() + BUSY_TIMEOUT
+        while not self._group.wait(1):
+            check()
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"the cluster's machines are in use: no room within {BUSY_TIMEOUT:g} s",
+                    f"{self.placement.gpus} free GPUs on {len(self.placement.machines)} machine(s)",
+                    "Wait for the other jobs, or make the shape smaller",
+                )
+
+    def _ask_machines(self, check: Callable[[], None]) -> list[_Machine]:
+        """Start the keepers; ConfigError when a machine runs other software."""
         keepers = [
             self.actor(MachineActor, number, cpus=0, gpus=machine.gpus)
-            for number, machine in enumerate(placement.machines)
+            for number, machine in enumerate(self.placement.machines)
         ]
         facts = results(
             [keeper.facts.remote() for keeper in keepers],
             "asking the machines",
             RunError,
             CALL_TIMEOUT,
+            check,
         )
-        self.machines = [
+        machines = [
             _Machine(number, keeper, host, tuple(gpus), software)
             for number, (keeper, (host, gpus, software)) in enumerate(
                 zip(keepers, facts, strict=True)
             )
         ]
         here = {"the driver": installed()}
-        check_same_software(
-            here | {f"machine {m.number} ({m.host})": m.software for m in self.machines}
-        )
+        check_same_software(here | {f"machine {m.number} ({m.host})": m.software for m in machines})
+        return machines
 
     def actor(
         self,
@@ -138,12 +152,18 @@ class EngineProcess:
         seat: Which machines and GPUs.
         config: The run's configuration.
         selection: What adapters cover.
+        check: Called while waiting; raises when the run is to end.
     """
 
     def __init__(
-        self, group: _Group, seat: EngineSeat, config: TrainConfig, selection: Selection
+        self,
+        group: _Group,
+        seat: EngineSeat,
+        config: TrainConfig,
+        selection: Selection,
+        check: Callable[[], None],
     ) -> None:
-        self._group, self._seat = group, seat
+        self._group, self._seat, self._check = group, seat, check
         self._config, self._selection = config, selection
         served = config.rollout.rollout_engine == "sglang"
         self.lanes = LANES if served else 1
@@ -174,7 +194,7 @@ class EngineProcess:
     def ready(self) -> None:
         """See ``engines.Handle``."""
         assert self._starting is not None
-        results([self._starting], "starting the engine", RolloutError, START_TIMEOUT)
+        results([self._starting], "starting the engine", RolloutError, START_TIMEOUT, self._check)
         found = results(
             [actor.children.remote() for actor in self._actors],
             "asking the engine",
@@ -212,7 +232,7 @@ def hosts() -> list[Host]:
     ]
 
 
-def wait_for_hosts(placement: Placement, limit: float) -> None:
+def wait_for_hosts(placement: Placement, limit: float, check: Callable[[], None]) -> None:
     """Check that the cluster holds ``placement``; after a loss machines get time to come back."""
     end = time.monotonic() + limit
     while True:
@@ -221,6 +241,7 @@ def wait_for_hosts(placement: Placement, limit: float) -> None:
         except ConfigError:
             if time.monotonic() > end:
                 raise
+        check()
         time.sleep(1.0)
 
 
@@ -238,8 +259,12 @@ def check_local(config: TrainConfig) -> Placement:
 
 
 @contextlib.contextmanager
-def ray_runtime(config: TrainConfig) -> Iterator[Placement]:
+def ray_runtime(config: TrainConfig, check: Callable[[], None]) -> Iterator[Placement]:
     """Ray, started here or joined, and who will sit where on it.
+
+    Args:
+        config: The run's configuration.
+        check: Called while waiting; raises when the run is to end.
 
     Raises:
         ConfigError: No cluster answers, it cannot hold the shape, or its machines do not run the
@@ -249,15 +274,15 @@ def ray_runtime(config: TrainConfig) -> Iterator[Placement]:
         placement = check_local(config)
         cpus = sum(machine.cpus for machine in placement.machines)
         gpus = _local_gpus() if placement.gpus else 0
-        with ray_session("", num_cpus=cpus, num_gpus=gpus):
+        with ray_session("", num_cpus=cpus, num_gpus=gpus, check=check):
             yield placement
         return
-    with ray_session(config.ray_address, num_cpus=0, num_gpus=0):
+    with ray_session(config.ray_address, num_cpus=0, num_gpus=0, check=check):
         there = config.device == "auto" and any(host.gpus for host in hosts())
         placement = place(config, gpus=there or config.device == "cuda")
         check_fit(placement, hosts())
         # Asks every machine for its software, before a run folder is made.
-        _Group(placement).close()
+        _Group(placement, check).close()
         yield placement
 
 
@@ -296,11 +321,13 @@ def ray_parts(
         ConfigError: The cluster cannot hold the shape.
         ProcessLost: A process went while starting.
     """
-    wait_for_hosts(placement, RETURN_TIMEOUT if again else 0.0)
+    wait_for_hosts(placement, RETURN_TIMEOUT if again else 0.0, check)
     with contextlib.ExitStack() as stack:
-        group = _Group(placement)
+        group = _Group(placement, check)
         stack.callback(group.close)
-        handles = [EngineProcess(group, seat, config, selection) for seat in placement.engines]
+        handles = [
+            EngineProcess(group, seat, config, selection, check) for seat in placement.engines
+        ]
         pool = EnginePool(
             handles,
             rollout_limit=config.rollout.rollout_timeout,
@@ -331,7 +358,8 @@ def ray_parts(
                 handle.start()
         for handle in handles:
             handle.ready()
-        stack.callback(pool.close)
+        # After a second signal nobody waits for an engine's answer.
+        stack.push(lambda kind, *_: pool.abandon() if kind is KeyboardInterrupt else pool.close())
         yield trainer, pool
 
 

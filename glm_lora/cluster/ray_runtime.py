@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import ray
@@ -44,8 +45,9 @@ def ray_session(
     if address:
         _check_listening(address)
         _check_joinable(address, check)
-    with contextlib.nullcontext() if address else _loopback_only(), _own_handler_kept():
-        _init(address, num_cpus, num_gpus)
+    with contextlib.nullcontext() if address else _loopback_only():
+        with _own_handler_kept():
+            _init(address, num_cpus, num_gpus)
         try:
             check()
             yield
@@ -137,15 +139,18 @@ def _loopback_only() -> Iterator[None]:
 @contextlib.contextmanager
 def _own_handler_kept() -> Iterator[None]:
     """A handler of SIGTERM that is there stays: Ray's own ends the process without a word."""
-    if not callable(signal.getsignal(signal.SIGTERM)):
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
     setter = ray_utils.set_sigterm_handler
-    ray_utils.set_sigterm_handler = lambda handler: None
+    ray_utils.set_sigterm_handler = lambda ignored: None
     try:
         yield
     finally:
         ray_utils.set_sigterm_handler = setter
+        # Ray's C++ part has put a handler below Python's that hands on the first signal only.
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _init(address: str, num_cpus: int, num_gpus: int) -> None:
