@@ -9,6 +9,7 @@ from glm_lora.cluster.placement import (
     LOOPBACK,
     EngineSeat,
     Placement,
+    check_one_machine,
     part_options,
     place,
 )
@@ -19,8 +20,13 @@ from glm_lora.rollout.sglang_server import server_command
 
 
 def describe(plan: Plan) -> list[str]:
-    """The lines; ``device`` auto counts as CUDA except for a run without GPUs at all."""
+    """The lines; ``device`` auto counts as CUDA except for a run without GPUs at all.
+
+    Raises:
+        ConfigError: Several machines without a cluster to join.
+    """
     config = plan.config
+    check_one_machine(config)
     placement = place(config, gpus=config.device != "cpu")
     lines = [_ray(config, placement), _store(config)]
     for number, machine in enumerate(placement.machines):

@@ -212,6 +212,20 @@ def check_fit(placement: Placement, hosts: Sequence[Host]) -> None:
     )
 
 
+def check_one_machine(config: TrainConfig) -> None:
+    """Refuse several machines without a cluster to join: a local Ray is one.
+
+    Raises:
+        ConfigError: ``--num-nodes`` is more than 1 without ``--ray-address``.
+    """
+    if config.launcher == "ray" and config.num_nodes > 1 and not config.ray_address:
+        raise ConfigError(
+            f"--num-nodes {config.num_nodes} without --ray-address: a local Ray is one machine",
+            "--num-nodes 1, or the address of a running cluster",
+            "Start Ray on the machines and add --ray-address auto",
+        )
+
+
 def _counted(machines: Sequence[Machine]) -> Mapping[Machine, int]:
     return {m: list(machines).count(m) for m in dict.fromkeys(machines)}
 

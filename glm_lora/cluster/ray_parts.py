@@ -34,6 +34,7 @@ from glm_lora.cluster.placement import (
     Part,
     Placement,
     check_fit,
+    check_one_machine,
     place,
 )
 from glm_lora.cluster.ray_runtime import ray_session
@@ -251,6 +252,7 @@ def check_local(config: TrainConfig) -> Placement:
     Raises:
         ConfigError: This machine cannot hold the shape.
     """
+    check_one_machine(config)
     placement = place(config, gpus=uses_gpus(config))
     # One logical CPU per process: Ray is told as many as are needed.
     cpus = sum(machine.cpus for machine in placement.machines)

@@ -48,6 +48,14 @@ def test_no_cluster_at_the_address(tiny_root, tmp_path):
         assert not run.dir.exists()
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_several_machines_without_a_cluster_are_refused(tiny_root, tmp_path, more):
+    with Run(tiny_root, tmp_path / "run", "--num-nodes", "3", *more) as run:
+        assert run.wait() == 2, run.text()
+    assert "--num-nodes 3 without --ray-address" in run.text(), run.text()
+    assert not run.dir.exists()
+
+
 def test_a_lost_node_comes_back_and_the_run_goes_on(tiny_root, tmp_path, cluster):
     more = ["--num-rollout", "8", "--save-interval", "1"]
     assert train(tiny_root, tmp_path / "one", "--num-rollout", "8") == 0
