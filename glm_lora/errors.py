@@ -78,7 +78,7 @@ class RunError(GlmLoraError, RuntimeError):
 
 
 class Interrupted(RunError):
-    """The user asked the run to stop; everything is saved."""
+    """The user asked the run to stop; the message says what is saved."""
 
     exit_code = 130
 

@@ -20,7 +20,7 @@ def run(job: Job) -> AdapterState:
 
     Raises:
         RunError: A part failed, or two parts disagree; the last checkpoint stays valid.
-        Interrupted: The user asked to stop; everything is saved.
+        Interrupted: The user asked to stop; says what is saved.
     """
     rollouts = job.config.rollout.num_rollout
     probe = record_probe(job.engine, job.probe_tokens)

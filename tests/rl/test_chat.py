@@ -75,7 +75,7 @@ def test_without_a_template_text_is_taken_as_it_is(tmp_path):
         chat.encode(({"role": "user", "content": "7+>"},))
     with pytest.raises(DataError, match="names a token that ends a response"):
         ChatFormat.load(tmp_path, ())
-    with pytest.raises(DataError, match="no checkpoint in .* no tokenizer"):
+    with pytest.raises(DataError, match=r"no checkpoint in .* no tokenizer"):
         ChatFormat.load(tmp_path / "none", (1,))
 
 
