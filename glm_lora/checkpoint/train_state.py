@@ -223,7 +223,7 @@ def _way_out(folder: Path) -> str:
     if not _is_iteration(folder):
         return ""
     for candidate in reversed(_iterations(folder.parent)):
-        if _number(candidate) < _number(folder) and not damage(candidate, contents=True):
+        if iteration_of(candidate) < iteration_of(folder) and not damage(candidate, contents=True):
             return (
                 f"{candidate} is whole: move {folder.name} away, then --resume continues from it "
                 "(and export takes it)"
@@ -342,14 +342,15 @@ def _is_finished(folder: Path) -> bool:
 
 def _iterations(folder: Path) -> list[Path]:
     """The checkpoint folders in ``folder``, finished or not, oldest first."""
-    return sorted(filter(_is_iteration, folder.glob("iter_*")), key=_number)
+    return sorted(filter(_is_iteration, folder.glob("iter_*")), key=iteration_of)
 
 
 def _is_iteration(folder: Path) -> bool:
     return folder.name.startswith("iter_") and folder.name.removeprefix("iter_").isdigit()
 
 
-def _number(folder: Path) -> int:
+def iteration_of(folder: Path) -> int:
+    """Rollouts done at the checkpoint in ``folder``, from its name."""
     return int(folder.name.removeprefix("iter_"))
 
 
@@ -365,8 +366,9 @@ def prune_checkpoints(run_dir: Path, keep: int, every: int = 0) -> None:
     """
     folder = run_dir / "checkpoints"
     present = _iterations(folder)
-    older = [path for path in present if _number(path) < _oldest_kept(present, keep)]
-    older = [path for path in older if not every or _number(path) % every]
+    oldest = _oldest_kept(present, keep)  # once: it reads the index of every checkpoint it counts
+    older = [path for path in present if iteration_of(path) < oldest]
+    older = [path for path in older if not every or iteration_of(path) % every]
     leftovers = [path for path in folder.glob("iter_*") if not _is_iteration(path)]
     for path in [*older, *leftovers]:
         shutil.rmtree(path, ignore_errors=True)
@@ -374,7 +376,7 @@ def prune_checkpoints(run_dir: Path, keep: int, every: int = 0) -> None:
 
 def _oldest_kept(present: list[Path], keep: int) -> int:
     """The number of the ``keep``-th newest whole checkpoint, or of the oldest; 0 without any."""
-    whole = (_number(path) for path in reversed(present) if not damage(path))
+    whole = (iteration_of(path) for path in reversed(present) if not damage(path))
     return min(islice(whole, keep), default=0)
 
 

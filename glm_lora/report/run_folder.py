@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from glm_lora.checkpoint.files import write_atomic
-from glm_lora.checkpoint.train_state import latest_checkpoint
+from glm_lora.checkpoint.train_state import iteration_of, latest_checkpoint
 from glm_lora.config import TrainConfig, from_toml, to_toml
 from glm_lora.errors import ConfigError
 from glm_lora.report.sinks import STEP_KEY
@@ -223,10 +223,10 @@ def check_resume(config: TrainConfig, selection: Selection, base: Mapping[str, A
         )
     done = latest_checkpoint(path)
     wanted = config.rollout.num_rollout
-    if done is not None and int(done.name.removeprefix("iter_")) > wanted:
+    if done is not None and iteration_of(done) > wanted:
         raise ConfigError(
             f"--resume: {path} has done more rollouts than --num-rollout {wanted}",
-            f"at least {int(done.name.removeprefix('iter_'))}",
+            f"at least {iteration_of(done)}",
         )
 
 
