@@ -142,7 +142,7 @@ def train(
         ("run_dir", run_dir), ("hf_checkpoint", hf_checkpoint), ("ref_load", ref_load),
     ):  # fmt: skip
         if value is not None:
-            values[name] = str(value.expanduser())
+            values[name] = str(value)
     if adapter is not None:
         values["selection"] = _selection(adapter, values.get("selection", {}), {}).model_dump()
     values |= {"model_name": model_name, "launcher": chosen}

@@ -99,7 +99,8 @@ def resolve_train(
         ConfigError: A value out of range, or a shape that cannot work.
     """
     name = values.get("model_name", TrainConfig.model_fields["model_name"].default)
-    if not (Path(values.get("hf_checkpoint", hf_path(name, models))) / "config.json").exists():
+    given = Path(values.get("hf_checkpoint", hf_path(name, models))).expanduser()
+    if not (given / "config.json").exists():
         builtin(name)
     tiny = name == TINY
     nodes = values.get("num_nodes", 1)

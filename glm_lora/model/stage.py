@@ -209,8 +209,8 @@ class Stage(nn.Module):
 
     def base_storages(self) -> list[torch.UntypedStorage]:
         """The distinct memory blocks behind the base: what offloading may free and refill."""
-        seen = {t.untyped_storage()._cdata: t.untyped_storage() for t in self.parameters()}
-        return list(seen.values())
+        frozen = (t for t in (*self.parameters(), *self.buffers()) if not t.requires_grad)
+        return list({t.untyped_storage()._cdata: t.untyped_storage() for t in frozen}.values())
 
 
 def build_stage(

@@ -53,13 +53,6 @@ class DeviceMemory:
         self._host_state: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._offloaded = False
 
-    def _base(self) -> list[torch.UntypedStorage]:
-        """The storages of the base, each once: several tensors may share one."""
-        trainable = {id(p) for p in self._adapters.parameters().values()}
-        tensors = [*self._stage.parameters(), *self._stage.buffers()]
-        storages = [t.untyped_storage() for t in tensors if id(t) not in trainable]
-        return list({storage.data_ptr(): storage for storage in storages}.values())
-
     def state(self) -> dict[str, torch.Tensor]:
         """Adapters and moments by key, readable now: host copies while they are off the device."""
         if self._offloaded:
@@ -126,7 +119,7 @@ class DeviceMemory:
         """Make the copy of the base once; returns the bytes that this rank copied for it."""
         if self._copy is not None:
             return 0
-        storages = self._base()
+        storages = self._stage.base_storages()
         self._copy = host_copy([_bytes_of(storage) for storage in storages], self._folder)
         self._host_base = list(zip(storages, self._copy.pieces, strict=True))
         return self._copy.written
