@@ -83,6 +83,14 @@ class Interrupted(RunError):
     exit_code = 130
 
 
+class StopNow(BaseException):
+    """A signal gives up what the run waits for; ``Interrupted``, with what is saved, follows.
+
+    It may be raised between any two lines of any library, so no ``except Exception`` there may
+    take it for a failure of its own.
+    """
+
+
 class ProcessLost(RunError):
     """A trainer rank or an engine is gone or silent; what it held can be built again."""
 

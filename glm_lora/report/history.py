@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm_lora import __version__
-from glm_lora.errors import Interrupted
+from glm_lora.errors import Interrupted, StopNow
 from glm_lora.report.run_folder import EVENTS, SAMPLES, truncate_metrics
 from glm_lora.report.sinks import STEP_KEY
 
@@ -65,7 +65,7 @@ class RunHistory:
         if error is None:
             self._append(EVENTS, {"event": FINISHED})
             return
-        stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+        stopped = isinstance(error, Interrupted | StopNow | KeyboardInterrupt)
         self._append(
             EVENTS,
             {

@@ -25,6 +25,7 @@ from glm_lora.errors import (
     CheckpointError,
     Interrupted,
     ProcessLost,
+    StopNow,
     TrainingError,
     first_line,
 )
@@ -96,9 +97,14 @@ class StopRequest:
     """When an update that is still running is given up (``time.monotonic``)."""
 
     def check(self) -> None:
-        """Raise Interrupted when the run is to end where it waits now."""
+        """End what the run waits for now, when it is to.
+
+        Raises:
+            StopNow: Only samples are lost; ``Job.stoppable`` and ``stoppable_start`` save the rest.
+            Interrupted: An update did not finish in time.
+        """
         if self.requested and self.sampling:
-            raise Interrupted("stopped while sampling")
+            raise StopNow
         if time.monotonic() > self.deadline:
             self.deadline = math.inf  # what ends the run must not be interrupted again
             raise Interrupted(
@@ -217,11 +223,10 @@ class Job:
         """
         try:
             self.stop.sampling = True
-            if self.stop.requested:
-                raise Interrupted("stopped before sampling")
+            self.stop.check()
             yield
             self.stop.sampling = False
-        except Interrupted as error:
+        except StopNow as error:
             self.stop.sampling = False
             saved = self.save(step)
             where = f"saved in {self.folder.path}" if saved else "the checkpoint before it stands"
