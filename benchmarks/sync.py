@@ -7,6 +7,7 @@ to send them. ``--json FILE`` writes the figures; the last lines are a table wit
 from __future__ import annotations
 
 import argparse
+import pickle
 import platform
 import statistics
 import sys
@@ -53,6 +54,13 @@ def timed(repeats: int, work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
+def between_processes(state: AdapterState) -> AdapterState:
+    """What one actor pickles and another unpickles, the shared memory between them left out."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(state, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[b.raw().toreadonly() for b in buffers])
+
+
 def measure(state: AdapterState, repeats: int) -> dict[str, float]:
     """Seconds of each part and bytes of each way."""
     config = serving_config(state.selection, "base")
@@ -75,6 +83,7 @@ def measure(state: AdapterState, repeats: int) -> dict[str, float]:
         "validate_s": timed(repeats, validate),
         "serialise_bytes_s": timed(repeats, by_bytes),
         "serialise_folder_s": timed(repeats, by_folder),
+        "between_processes_s": timed(repeats, lambda: between_processes(state)),
         "body_bytes": by_bytes().num_bytes,
         "body_bytes_tp8": by_bytes(8).num_bytes,
         "body_bytes_folder": by_folder().num_bytes,
@@ -102,6 +111,7 @@ def main() -> int:
         ("validate, s", f"{figures['validate_s']:.3f}", "", True),
         ("serialise into a body, s", f"{figures['serialise_bytes_s']:.3f}", "", True),
         ("serialise into shared memory, s", f"{figures['serialise_folder_s']:.3f}", "", True),
+        ("from actor to actor, s", f"{figures['between_processes_s']:.3f}", "", True),
         (
             "validate + pack + serialise, s",
             f"{figures['total_bytes_s']:.3f}",

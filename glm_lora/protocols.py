@@ -11,12 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from glm_lora.tensor_block import Table, pack, unpack
+
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Buffer
 
     from glm_lora.targets.selection import Selection
 
@@ -60,6 +64,18 @@ class AdapterState:
     def ref(self, name: str = "policy") -> AdapterRef:
         """The name and version under which an engine serves this state."""
         return AdapterRef(name, self.version)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle the tensors as one block: by itself, each takes its whole storage along."""
+        table, block = pack(self.tensors)
+        whole = PickleBuffer(block) if protocol >= 5 else bytes(block)
+        return _arrived, (self.selection, table, whole, self.version, self.digest)
+
+
+def _arrived(
+    selection: Selection, table: Table, block: Buffer, version: int, digest: str
+) -> AdapterState:
+    return AdapterState(selection, unpack(table, block), version, digest)
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,9 @@ class AdapterSet:
     ) -> dict[str, Tensor]:
         """Full tensors of the whole model on every rank, on the CPU, in the selection's order.
 
+        A device is read once, not once for each of them; each has memory of its own, because a
+        part of a buffer takes the whole of it along wherever it is pickled.
+
         Args:
             ctx: Topology of this rank.
             dtype: Of the result.
@@ -205,7 +208,10 @@ class AdapterSet:
         shapes = self.selection.tensor_shapes()
         if ctx.pp_group is not None:
             own = _share_stages(own, shapes, ctx)
-        return {key: own[key].to(device="cpu", dtype=dtype, copy=True) for key in shapes}
+        flat = torch.cat([own[key].flatten() for key in shapes]).to(dtype)
+        whole = torch.empty(flat.shape, dtype=dtype, pin_memory=flat.is_cuda).copy_(flat)
+        parts = whole.split([own[key].numel() for key in shapes])
+        return {k: p.view(s).clone() for (k, s), p in zip(shapes.items(), parts, strict=True)}
 
     def _gather_tp(self, own: dict[str, Tensor], ctx: ParallelContext) -> dict[str, Tensor]:
         cut = [key for key in own if self.factors[key].axis is not None]

@@ -126,6 +126,8 @@ def test_load_and_gather_round_trip(stage):
     for key, tensor in factors.items():
         assert torch.equal(back[key], tensor)
         assert back[key].data_ptr() != adapters.parameters()[key].data_ptr()
+        # Pickled, a part of a larger storage takes all of it along.
+        assert back[key].untyped_storage().nbytes() == back[key].nbytes
     assert adapters.gather(CTX, torch.bfloat16)[key].dtype is torch.bfloat16
 
 
