@@ -1,4 +1,4 @@
-"""The Slurm and KubeRay starters: shellcheck, and what they would run, without a cluster."""
+"""Shell scripts: shellcheck for all; what the Slurm and KubeRay starters run without a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from tests.conftest import ROOT
 
 LAUNCHERS = ROOT / "launchers"
-SCRIPTS = sorted(LAUNCHERS.glob("*.sh"))
+SCRIPTS = sorted([*LAUNCHERS.glob("*.sh"), *(ROOT / "benchmarks").glob("*.sh")])
 TRAIN = [
     "--model-name",
     "GLM-5.3-Flash",
