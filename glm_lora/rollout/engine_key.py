@@ -25,6 +25,11 @@ def read_key(path: Path | None) -> str:
     """
     if path is None:
         return ""
+    if path.exists() and not path.is_file():
+        raise ConfigError(
+            f"{OPTION} {path} is no regular file",
+            "a file that can be read again, when an engine is restarted",
+        )
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -108,8 +109,19 @@ def test_a_file_that_holds_no_key(tmp_path, content):
     with pytest.raises(ConfigError, match="--rollout-engine-key-file") as caught:
         read_key(path)
     assert "two words" not in str(caught.value)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_key(tmp_path)
+    for wrong, reason in ((tmp_path, "no regular file"), (tmp_path / "no", "cannot be read")):
+        with pytest.raises(ConfigError, match=reason):
+            read_key(wrong)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_and_not_read(tmp_path):
+    # A shell's <(command): empty the second time, which restarted engines would read.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="no regular file") as refused:
+        read_key(pipe)
+    assert "read again" in str(refused.value)
 
 
 def test_a_client_does_not_show_its_key():
