@@ -7,7 +7,7 @@ RUN := $(BIN)/python launchers/run_glm5_3_flash_lora.py
 # One thread: the tiny model is too small to share between threads.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-slow test-gpu lint format docs check-types check-imports sglang-env clean
+.PHONY: quickstart test test-slow test-gpu test-kernels lint format docs check-types check-imports sglang-env clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version)'
@@ -25,6 +25,17 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu and not multi_gpu and not sglang'
+
+# Triton lies outside of .venv: where it can be imported, torch takes other ways.
+TRITON := 3.6.0
+TRITON_SITE := build/triton-$(TRITON)
+
+$(TRITON_SITE)/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(TRITON_SITE) triton==$(TRITON)
+	touch $@
+
+test-kernels: $(TRITON_SITE)/.installed
+	PYTHONPATH=$(TRITON_SITE) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/test_*_interpreted.py
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m 'gpu or multi_gpu'
