@@ -31,7 +31,8 @@ def _scores(
         for head in range(HEADS):
             at = (r[:, None].to(tl.int64) * HEADS + head) * D + d[None, :]
             q = tl.load(query + at, mask=r[:, None] < rows, other=0.0)
-            score = tl.maximum(tl.dot(q, key, input_precision="ieee") * scale, 0.0)
+            score = tl.dot(q, key, input_precision="ieee") * scale
+            score = tl.maximum(score, 0.0, propagate_nan=tl.PropagateNan.ALL)
             w = tl.load(weights + r * HEADS + head, mask=r < rows, other=0.0)
             total += w[:, None] * score
     lowest = -3.4028234663852886e38

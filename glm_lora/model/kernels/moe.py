@@ -24,8 +24,9 @@ def _swiglu_forward(
     f = tl.program_id(1) * BF + tl.arange(0, BF)
     gate = tl.load(gate_up + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
+    # As torch's clamp: by default a minimum with NaN would be the limit, and hide a fault.
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     y = gate * tl.sigmoid(gate) * up
     if SCALED:
         y *= tl.load(scale + row)
@@ -47,16 +48,16 @@ def _swiglu_backward(
         raw_gate = tl.load(gate_up + row * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
         raw_up = tl.load(gate_up + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
         up = tl.load(dy + row * F + f, mask=f < F, other=0.0).to(tl.float32)
-        gate = tl.minimum(raw_gate, limit)
-        value = tl.minimum(tl.maximum(raw_up, -limit), limit)
+        gate = tl.minimum(raw_gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.clamp(raw_up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
         share = tl.sigmoid(gate)
         silu = gate * share
         if SCALED:
             along += up * silu * value
         up *= factor
         d_gate = up * value * share * (1.0 + gate * (1.0 - share))
-        d_gate = tl.where(raw_gate <= limit, d_gate, 0.0)
-        d_up = tl.where((raw_up <= limit) & (raw_up >= -limit), up * silu, 0.0)
+        d_gate = tl.where(raw_gate > limit, 0.0, d_gate)
+        d_up = tl.where((raw_up > limit) | (raw_up < -limit), 0.0, up * silu)
         kind = d_gate_up.dtype.element_ty
         tl.store(d_gate_up + row * 2 * F + f, d_gate.to(kind), mask=f < F)
         tl.store(d_gate_up + row * 2 * F + F + f, d_up.to(kind), mask=f < F)
