@@ -322,11 +322,10 @@ class _Read(torch.autograd.Function):
         f32 = {"dtype": torch.float32, "device": streams.device}
         raw, squares = torch.empty(tokens, _PADDED, **f32), torch.empty(tokens, **f32)
         # Cut along K as well: few tokens alone would leave most of the device idle.
-        block = 128 if width % (_PARTS * 128) == 0 else width // _PARTS
         raws = torch.empty(_PARTS, tokens, _PADDED, **f32)
         squared = torch.empty(_PARTS, tokens, **f32)
         _project[(triton.cdiv(tokens, 64), _PARTS)](
-            streams, fn, raws, squared, tokens, width, _LOGITS, _PADDED, 64, block, _PARTS,
+            streams, fn, raws, squared, tokens, width, _LOGITS, _PADDED, 64, 128, _PARTS,
             num_stages=4,
         )  # fmt: skip
         _add_parts[(triton.cdiv(tokens, 32),)](
@@ -410,7 +409,7 @@ def read(
     """Collapse the streams and make the weights for writing back; all weights are frozen.
 
     Args:
-        streams: ``[n, 4, H]``.
+        streams: ``[n, 4, H]``, H a multiple of 256.
         fn: ``[24, 4 H]``.
         base: fp32 ``[24]``.
         scale: fp32 ``[3]``: of pre, post and comb.
