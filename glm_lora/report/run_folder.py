@@ -97,8 +97,8 @@ class RunFolder:
         """
         path = config.run_dir
         try:
-            path.mkdir(parents=True, exist_ok=True)
             held = check_new(config, force=force)
+            path.mkdir(parents=True, exist_ok=True)
             folder = cls(path)
             try:
                 folder._begin(config, selection, base, replace=held)
@@ -177,9 +177,12 @@ def check_new(config: TrainConfig, *, force: bool) -> bool:
     """Whether the folder of a new run already holds one that ``force`` may remove.
 
     Raises:
-        ConfigError: It holds a run or other files.
+        ConfigError: It holds a run or other files, or a file is in its place.
     """
     path = config.run_dir
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir():
+        raise ConfigError(f"--run-dir {path}: {there} is a file", "a new folder, or an empty one")
     held = sorted(p.name for p in path.iterdir() if p.name != ".lock") if path.is_dir() else []
     if held and (path / CONFIG).exists() and not force:
         raise ConfigError(

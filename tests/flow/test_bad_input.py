@@ -251,6 +251,17 @@ def test_a_dry_run_looks_at_the_run_folder_and_changes_nothing(call, tmp_path):
     assert [p.name for p in run_dir.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("options", [["--dry-run"], []])
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_stands_where_the_run_folder_goes(call, tmp_path, options, below):
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    code, said, _ = call("--run-dir", str(taken / below), *options)
+    assert code == 2
+    assert f"{taken} is a file" in said, said
+    assert taken.read_text() == "mine"
+
+
 def test_a_model_that_was_not_prepared_has_no_tokenizer(call, tmp_path):
     code, said, _ = call("--dry-run", "--init", "random", "--hf-checkpoint", str(tmp_path / "none"))
     assert code == 2

@@ -82,7 +82,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="is a file"):
         create(tmp_path / "run")
 
 
