@@ -126,6 +126,7 @@ def resolve_train(
     values = {**values, "selection": selection_values(values.get("selection", {}))}
     config = _absolute(build(TrainConfig, merge(defaults, _tiny(tiny), values)))
     _check_shape(config)
+    _check_unused(config)
     return config
 
 
@@ -184,6 +185,29 @@ def _check_shape(config: TrainConfig) -> None:
             f"--launcher inline with {config.world_size} ranks",
             "one rank",
             "Use --launcher ray, or torchrun",
+        )
+
+
+def _check_unused(config: TrainConfig) -> None:
+    """Refuse options that would do nothing: whoever gave them believes that they work."""
+    if config.ray_address and config.launcher != "ray":
+        raise ConfigError(
+            f"--ray-address {config.ray_address} with --launcher {config.launcher}, which starts "
+            "its processes without Ray",
+            "--launcher ray",
+        )
+    engines = config.sglang.rollout_num_engines
+    if engines > 1 and config.launcher != "ray" and config.rollout.rollout_engine == "embedded":
+        raise ConfigError(
+            f"--rollout-num-engines {engines} with --launcher {config.launcher}: an embedded "
+            "engine lives in the first rank's process",
+            "--launcher ray",
+        )
+    if config.offload_train_target == "disk" and not config.sglang.sglang_colocated:
+        raise ConfigError(
+            "--offload-train-target disk with engines that do not share the trainer's GPUs: the "
+            "base stays there",
+            "--sglang-colocated with it",
         )
 
 

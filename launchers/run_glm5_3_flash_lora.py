@@ -17,10 +17,15 @@ from glm_lora.cli import main
 
 
 def arguments(argv: list[str], environment: dict[str, str]) -> list[str]:
-    """The command line with ``--ray-address auto`` added where the environment asks to join."""
+    """The command line with ``--ray-address auto`` added where the environment asks to join.
+
+    Not where the command names its address, or a launcher that needs no cluster.
+    """
     join = environment.get("MILES_SCRIPT_EXTERNAL_RAY", "0") not in ("", "0")
-    given = any(arg.split("=")[0] == "--ray-address" for arg in argv)
-    if join and argv[:1] == ["train"] and not given:
+    words = " ".join(argv).replace("=", " ").split(" ")
+    given = "--ray-address" in words
+    apart = "--launcher" in words and words[words.index("--launcher") + 1 :][:1] != ["ray"]
+    if join and argv[:1] == ["train"] and not (given or apart):
         return [*argv, "--ray-address", "auto"]
     return argv
 

@@ -46,6 +46,16 @@ def build_engine(
     )
 
 
+_SERVERS_ONLY = (
+    "sglang_python",
+    "sglang_colocated",
+    "rollout_engine_urls",
+    "rollout_engine_key_file",
+    "rollout_num_gpus",
+)
+"""Options that mean something to servers alone."""
+
+
 def check_engine(config: TrainConfig) -> None:
     """Check, before anything starts, that the engine's options fit together.
 
@@ -57,7 +67,7 @@ def check_engine(config: TrainConfig) -> None:
 
     sglang = config.sglang
     if config.rollout.rollout_engine != "sglang":
-        for option in ("sglang_colocated", "rollout_engine_urls", "rollout_engine_key_file"):
+        for option in _SERVERS_ONLY:
             if getattr(sglang, option):
                 raise ConfigError(
                     f"--{option.replace('_', '-')} with --rollout-engine "

@@ -228,6 +228,8 @@ def test_an_export_through_a_link_fills_what_it_names(call, tmp_path):
         ["--rollout-engine-urls", "http://127.0.0.1:3"],
         ["--rollout-engine-key-file", "key"],
         ["--sglang-colocated"],
+        ["--sglang-python", "/opt/sglang/bin/python"],
+        ["--rollout-num-gpus", "1"],
     ],
 )
 def test_options_of_another_engine_are_refused(call, options):
@@ -235,6 +237,21 @@ def test_options_of_another_engine_are_refused(call, options):
     code, said, run_dir = call(*options)
     assert code == 2
     assert f"{options[0]} with --rollout-engine embedded, which would not use it" in said
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "without"),
+    [
+        (["--ray-address", "10.0.0.1:6379"], "--launcher inline"),
+        (["--rollout-num-engines", "2"], "--launcher inline"),
+        (["--offload-train-target", "disk"], "engines that do not share the trainer's GPUs"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(call, options, without):
+    code, said, run_dir = call(*options)
+    assert code == 2
+    assert f"{' '.join(options)} with {without}" in said, said
     assert not run_dir.exists()
 
 
