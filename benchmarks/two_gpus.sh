@@ -80,7 +80,7 @@ pair() {
 parallel() {
   logged parallel torchrun --nproc-per-node 2 --max-restarts 9 --master-port 29511 \
     tests/gpu/multi_gpu.py --json "$results/multi_gpu.json" --budget $((limit * 2 / 3)) \
-    --only "${ONLY:-adapter,kda,oracle bf16}"
+    --only "${ONLY:-adapter,kda,oracle bf16}" --untuned
 }
 
 kernels() {

@@ -13,6 +13,7 @@ part. Outcomes stand in the file, and the exit code is 0 once the table is print
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import faulthandler
 import gc
@@ -20,6 +21,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -44,6 +46,7 @@ from tests.gpu.parts import (  # noqa: E402
     topologies,
     train_slice,
 )
+from tests.gpu.untuned import skip_tuning  # noqa: E402
 
 Part = Callable[[], Outcome]
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=5)
@@ -204,12 +207,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="run the parts whose name starts with one of these (a,b)"
     )
+    parser.add_argument(
+        "--untuned",
+        action="store_true",
+        help="spare flash-linear-attention's tuning, minutes for every shape; speeds mean nothing",
+    )
     return parser.parse_args()
 
 
 def main() -> None:
-    """One rank."""
+    """One rank of torchrun."""
     options = parse()
+    with contextlib.ExitStack() as stack:
+        if options.untuned:
+            skip_tuning(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        check(options)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Run the chosen parts on this rank."""
     torch.set_num_threads(1 if options.device == "cpu" else 4)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
