@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from glm_lora.checkpoint.random_init import init_random
 from glm_lora.config import OptimizerConfig, SelectionConfig
 from glm_lora.lora.attach import attach_adapters
 from glm_lora.model.batch import ModelBatch, pack
-from glm_lora.model.fast import active_paths, plain_torch
+from glm_lora.model.fast import DsaBackend, active_paths, plain_torch
 from glm_lora.model.moe import Router
 from glm_lora.model.parallel import ParallelContext
 from glm_lora.model.schedule import run_microbatches
@@ -105,10 +105,19 @@ class Timer:
 class Ours:
     """The trainer's stage, adapters and optimizer."""
 
-    def __init__(self, spec: ModelSpec, name: str, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        dsa_backend: DsaBackend,
+    ):
         self.device = device
         self.context = ParallelContext(device=device)
-        self.stage = build_stage(spec, self.context, dtype=dtype, recompute="full")
+        self.stage = build_stage(
+            spec, self.context, dtype=dtype, recompute="full", dsa_backend=dsa_backend
+        )
         init_random(self.stage, seed=0)
         self.selection = resolve(spec, name, SelectionConfig()).selection
         self.adapters = attach_adapters(self.stage, self.selection, seed=0)
@@ -388,6 +397,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--sizes", default="1x2048,1x4096,1x8192,4x2048")
     parser.add_argument("--growth", default="", help="sizes for this project only, full recompute")
     parser.add_argument("--recompute", default="full,none")
+    parser.add_argument("--dsa-backend", choices=get_args(DsaBackend), default="auto")
     parser.add_argument("--peer", choices=["hf-peft", "none"], default="none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compare", default="", help="lengths to compare with fp32 at")
@@ -404,7 +414,7 @@ def main() -> None:
     spec, device = builtin(args.model), torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     timer, started = Timer(device), time.perf_counter()
-    ours = Ours(spec, args.model, device, dtype)
+    ours = Ours(spec, args.model, device, dtype, args.dsa_backend)
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
@@ -413,7 +423,7 @@ def main() -> None:
         "command": " ".join(["benchmarks/train_step.py", *sys.argv[1:]]),
         "model": args.model,
         "active_parameters": active_parameters(spec),
-        "paths": active_paths(),
+        "paths": active_paths(args.dsa_backend),
         "rows": [],
     }
 

@@ -94,7 +94,14 @@ def one_step(device: str) -> dict[str, Any]:
         torch.cuda.set_device(device)
     context = init_parallel(config.parallel, torch.device(device))
     start = time.perf_counter()
-    stage = build_stage(TINY, context, dtype=torch.float32, recompute=config.parallel.recompute)
+    parallel = config.parallel
+    stage = build_stage(
+        TINY,
+        context,
+        dtype=torch.float32,
+        recompute=parallel.recompute,
+        dsa_backend=parallel.dsa_backend,
+    )
     init_random(stage, seed=0)
     selection = make_selection("tiny", TINY, trainable_sites(TINY), rank=4, alpha=8.0)
     worker = TrainWorker(config, selection, TINY, stage, context)

@@ -1,7 +1,8 @@
 """Sparse attention without positions (NoPE MLA with an indexer), sharded by heads.
 
 The two down projections are replicated and see only this rank's tokens. The indexer decides which
-tokens a query sees; up to ``index_topk`` tokens that is all earlier ones, and it is not run.
+tokens a query sees; up to ``index_topk`` tokens that is all earlier ones, and it is not run. The
+queries after those read all keys through a mask, or with ``--dsa-backend triton`` only the chosen.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from glm_lora.arch.projections import Kind
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.model.batch import ModelBatch, by_sequence
 from glm_lora.model.collectives import enter_tp, leave_tp
+from glm_lora.model.fast import DsaBackend, is_plain, takes_sparse
 from glm_lora.model.indexer import ROWS_PER_BLOCK, Indexer
 from glm_lora.model.kept import keeping
 from glm_lora.model.linear import ProjectionGroup
@@ -59,13 +61,20 @@ class SparseAttention(nn.Module):
         prefix: Disk prefix of the block, ``...layers.N.self_attn.``.
         ctx: Topology of this rank.
         dtype: Of weights and activations.
+        backend: What computes sequences of more than ``index_topk`` tokens.
     """
 
     def __init__(
-        self, spec: ModelSpec, prefix: str, ctx: ParallelContext, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        prefix: str,
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        backend: DsaBackend = "auto",
     ) -> None:
         super().__init__()
         self.ctx, self.limit = ctx, spec.index_topk
+        self.sparse = takes_sparse(backend, ctx.device, dtype, spec.kv_lora_rank)
         self.heads = spec.num_attention_heads // ctx.tp_size
         self.qk_dim, self.v_dim = spec.qk_head_dim, spec.v_head_dim
         self.latents = (spec.q_lora_rank, spec.kv_lora_rank)
@@ -102,13 +111,49 @@ class SparseAttention(nn.Module):
         low = torch.cat([self.q_norm(q_low), self.kv_norm(kv_low)], dim=-1)
         q_low, kv_low = enter_tp(low, self.ctx, batch.num_tokens).split(self.latents, dim=-1)
         q = self.q_b(q_low).unflatten(-1, (self.heads, self.qk_dim))
-        kv = self.kv_b(kv_low).unflatten(-1, (self.heads, -1))
         index: tuple[Tensor, ...] = ()
         if any(length > self.limit for _, _, length in batch.runs):
             index = self.indexer.project(x, q_low, batch)
-        attend = functools.partial(self._attend, steady=len(batch.runs) == 1)
-        o = by_sequence(batch, attend, q, kv, *index)
+        steady = len(batch.runs) == 1
+        if index and self.sparse and not is_plain():
+            attend = functools.partial(self._from_latents, steady=steady)
+            o = by_sequence(batch, attend, q, kv_low, *index)
+        else:
+            attend = functools.partial(self._attend, steady=steady)
+            o = by_sequence(batch, attend, q, self._keys_and_values(kv_low), *index)
         return leave_tp(self.out(o.flatten(1)), self.ctx)
+
+    def _keys_and_values(self, latents: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., h, qk_dim + v_dim]``."""
+        return self.kv_b(latents.flatten(0, -2)).view(*latents.shape[:-1], self.heads, -1)
+
+    def _from_latents(self, q: Tensor, latents: Tensor, *index: Tensor, steady: bool) -> Tensor:
+        """``_attend`` that makes keys and values only where all of them are read.
+
+        Args:
+            q: ``[B, L, h, qk_dim]``.
+            latents: ``[B, L, D]``.
+            index: What the indexer needs of each token.
+            steady: As for ``attention``.
+        """
+        first = latents[:, : self.limit]
+        if latents.shape[1] <= self.limit:
+            return self._attend(q, self._keys_and_values(first), steady=steady)
+        from glm_lora.model.kernels.sparse import sparse_attention
+
+        # The absorbed form reads the weight itself: it would pass over an adapter.
+        assert all(site.adapter is None for site in self.kv_b.sites)
+        weight = self.kv_b.weight.view(self.heads, self.qk_dim + self.v_dim, -1)
+        early, late = q.split([self.limit, q.shape[1] - self.limit], dim=1)
+        seen_by_all = self._attend(early, self._keys_and_values(first), steady=True)
+        index_query, index_parts = index
+        best = torch.cat(list(self.indexer.chosen(index_query, index_parts, self.limit)), dim=1)
+        pool, scale = self.indexer.pool, self.qk_dim**-0.5
+        rows = [
+            sparse_attention(one_q, one, weight, chosen, pool, scale)
+            for one_q, one, chosen in zip(late, latents, best, strict=True)
+        ]
+        return torch.cat([seen_by_all, torch.stack(rows)], dim=1)
 
     def _attend(self, q: Tensor, kv: Tensor, *index: Tensor, steady: bool) -> Tensor:
         """Whole sequences: q and kv ``[B, L, h, ...]`` to ``[B, L, h, v_dim]``."""

@@ -22,6 +22,12 @@ log = logging.getLogger(__name__)
 Path = Literal["delta_rule", "fused", "grouped_mm"]
 """KDA's sequence kernel, the elementwise and per-token Triton kernels, the experts' products."""
 
+DsaBackend = Literal["auto", "sdpa", "triton"]
+"""What computes DSA above ``index_topk`` tokens; auto is sdpa."""
+
+SMALLEST_LATENT = 32
+"""The sparse kernel cuts latents in halves, and a matrix unit takes 16 columns."""
+
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
 
@@ -40,6 +46,45 @@ def takes(path: Path, x: Tensor) -> bool:
     if x.device.type != "cuda" or x.dtype is not torch.bfloat16 or _PLAIN.get():
         return False
     return missing(path) is None
+
+
+def is_plain() -> bool:
+    """Whether ``plain_torch`` is on."""
+    return _PLAIN.get()
+
+
+def takes_sparse(
+    backend: DsaBackend, device: torch.device, dtype: torch.dtype, latent: int
+) -> bool:
+    """Whether the sparse kernel was asked for and can run; says so once in the log if it cannot.
+
+    Args:
+        backend: The wish.
+        device: Where the activations are.
+        dtype: Of the activations.
+        latent: Size of the latents.
+    """
+    if backend != "triton":
+        return False
+    reason = _no_sparse(device.type, dtype, latent)
+    if reason is not None:
+        _say_no_sparse(reason)
+    return reason is None
+
+
+def _no_sparse(device: str, dtype: torch.dtype, latent: int) -> str | None:
+    if device != "cuda":
+        return f"it needs a CUDA device, not {device}"
+    if dtype is not torch.bfloat16:
+        return f"it needs bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if latent < SMALLEST_LATENT or latent.bit_count() != 1:
+        return f"kv_lora_rank is {latent}, not a power of two from {SMALLEST_LATENT} on"
+    return missing("fused")
+
+
+@functools.cache
+def _say_no_sparse(reason: str) -> None:
+    log.warning("--dsa-backend triton: DSA runs as SDPA with masks: %s", reason)
 
 
 @functools.cache
@@ -66,14 +111,23 @@ def _reason(path: Path) -> str | None:
     return None
 
 
-def active_paths() -> dict[str, str]:
+def active_paths(dsa_backend: DsaBackend = "auto") -> dict[str, str]:
     """For each part of the model, what computes it on a bfloat16 CUDA tensor of this machine."""
     if not torch.cuda.is_available():
-        return dict.fromkeys(_PARTS, "torch (no CUDA device)")
-    return {
+        return dict.fromkeys([*_PARTS, _DSA], "torch (no CUDA device)")
+    found = {
         part: kernel if (reason := missing(path)) is None else f"torch ({reason})"
         for part, (path, kernel) in _PARTS.items()
     }
+    if dsa_backend == "triton":
+        reason = missing("fused")
+        found[_DSA] = "triton, chosen tokens only" if reason is None else f"torch ({reason})"
+    else:
+        found[_DSA] = "SDPA with masks"
+    return found
+
+
+_DSA = "DSA above index_topk"
 
 
 _PARTS: dict[str, tuple[Path, str]] = {

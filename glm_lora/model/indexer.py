@@ -77,9 +77,25 @@ class Indexer(nn.Module):
             parts = all_gather(parts, self.ctx.tp_group)[: batch.num_tokens]
         return F.linear(q_resid, self.query), parts
 
-    @torch.no_grad()
     def visible(self, query: Tensor, parts: Tensor, first: int) -> Iterator[Tensor]:
         """Which keys the queries from position ``first`` on may see, a block of queries at a time.
+
+        Args:
+            query: As for ``chosen``.
+            parts: As for ``chosen``.
+            first: As for ``chosen``.
+
+        Yields:
+            For each block of ``chosen`` bool ``[B, queries, keys]`` over the keys up to the last
+            of them.
+        """
+        for best in self.chosen(query, parts, first):
+            yield self._mask(best, slice(first, first + best.shape[1]))
+            first += best.shape[1]
+
+    @torch.no_grad()
+    def chosen(self, query: Tensor, parts: Tensor, first: int) -> Iterator[Tensor]:
+        """The best pools of the queries from position ``first`` on, a block of queries at a time.
 
         Args:
             query: ``[B, L, h d]`` of whole sequences.
@@ -87,8 +103,8 @@ class Indexer(nn.Module):
             first: First query asked for.
 
         Yields:
-            For each ``ROWS_PER_BLOCK`` queries (or what is left) bool ``[B, queries, keys]`` over
-            the keys up to the last of them.
+            For each ``ROWS_PER_BLOCK`` queries (or what is left) int32 ``[B, queries, best]``, in
+            no order; -1 where fewer pools are complete at the query.
         """
         length, d = query.shape[1], self.head_dim
         key, gate, weights = parts.split([d, d, self.heads], dim=-1)
@@ -97,7 +113,7 @@ class Indexer(nn.Module):
         weights = weights.float() * self.heads**-0.5
         for start in range(first, length, ROWS_PER_BLOCK):
             rows = slice(start, min(start + ROWS_PER_BLOCK, length))
-            yield self._select(query[:, rows], weights[:, rows], pool_keys, rows)
+            yield self._choose(query[:, rows], weights[:, rows], pool_keys, rows)
 
     def _pool(self, key: Tensor, gate: Tensor) -> Tensor:
         """Learned average of the keys of each complete pool, ``[B, P, d]``."""
@@ -108,22 +124,31 @@ class Indexer(nn.Module):
         share = logits.softmax(dim=2).to(key.dtype)
         return (share * key[:, :whole].reshape(shape)).sum(dim=2)
 
-    def _select(self, query: Tensor, weights: Tensor, pool_keys: Tensor, block: slice) -> Tensor:
-        """Visibility rows of one block of queries, bool ``[B, rows, block.stop]``."""
-        device, length = query.device, block.stop
-        pools = length // self.pool
-        position = torch.arange(block.start, block.stop, device=device)[:, None]
+    def _choose(self, query: Tensor, weights: Tensor, pool_keys: Tensor, block: slice) -> Tensor:
+        """Best pools of one block of queries, int32 ``[B, rows, best]``."""
+        pools = block.stop // self.pool
+        position = torch.arange(block.start, block.stop, device=query.device)[:, None]
 
         def choose() -> Tensor:
             score = self._scores(query, weights, pool_keys[:, :pools], block.start)
-            complete = torch.arange(pools, device=device) * self.pool + self.pool - 1 <= position
-            score = score.masked_fill(~complete, torch.finfo(score.dtype).min)
+            last = torch.arange(pools, device=query.device) * self.pool + self.pool - 1
+            score = score.masked_fill(last > position, torch.finfo(score.dtype).min)
             best = score.topk(min(self.pools_kept, pools), dim=-1, sorted=False).indices
-            return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True) & complete
+            complete = best * self.pool + self.pool - 1 <= position
+            return best.masked_fill(~complete, -1).int()
 
-        chosen = kept(choose)
+        return kept(choose)
+
+    def _mask(self, best: Tensor, block: slice) -> Tensor:
+        """Visibility rows of one block of queries, bool ``[B, rows, block.stop]``."""
+        device, length = best.device, block.stop
+        pools = length // self.pool
+        # One more column than pools takes the places that hold none.
+        chosen = best.new_zeros(*best.shape[:2], pools + 1, dtype=torch.bool)
+        chosen = chosen.scatter_(-1, best.long() % (pools + 1), True)[..., :pools]
         seen = F.pad(chosen.repeat_interleave(self.pool, dim=-1), (0, length - pools * self.pool))
         # The query's own incomplete pool is always visible.
+        position = torch.arange(block.start, length, device=device)[:, None]
         token = torch.arange(length, device=device)
         tail_start = (position + 1) // self.pool * self.pool
         return seen | ((token >= tail_start) & (token <= position))

@@ -13,6 +13,7 @@ from glm_lora.arch.projections import LAYERS_PREFIX
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.model.batch import ModelBatch
 from glm_lora.model.dsa import SparseAttention
+from glm_lora.model.fast import DsaBackend
 from glm_lora.model.hyper import HyperConnection
 from glm_lora.model.kda import LinearAttention
 from glm_lora.model.kept import first_pass_and_repeat
@@ -46,6 +47,7 @@ class DecoderLayer(nn.Module):
         ctx: Topology of this rank.
         dtype: Of weights and activations.
         recompute: Which halves are run again in the backward pass instead of kept.
+        dsa_backend: What computes DSA above ``index_topk`` tokens.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class DecoderLayer(nn.Module):
         ctx: ParallelContext,
         dtype: torch.dtype,
         recompute: Recompute,
+        dsa_backend: DsaBackend,
     ) -> None:
         super().__init__()
         self.index, self.recompute = index, recompute
@@ -64,8 +67,11 @@ class DecoderLayer(nn.Module):
             norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, ctx, dtype)
             return Half(HyperConnection(spec, ctx, dtype), norm, block)
 
-        attention = LinearAttention if spec.is_kda(index) else SparseAttention
-        self.attention = half(attention(spec, f"{self.prefix}self_attn.", ctx, dtype))
+        prefix = f"{self.prefix}self_attn."
+        if spec.is_kda(index):
+            self.attention = half(LinearAttention(spec, prefix, ctx, dtype))
+        else:
+            self.attention = half(SparseAttention(spec, prefix, ctx, dtype, dsa_backend))
         prefix = f"{self.prefix}mlp."
         if spec.is_moe(index):
             before = sum(spec.is_moe(i) for i in range(index))

@@ -18,6 +18,7 @@ from glm_lora.arch.spec import ModelSpec
 from glm_lora.errors import CheckpointError, ModelError
 from glm_lora.model.batch import ModelBatch
 from glm_lora.model.collectives import enter_tp, leave_tp
+from glm_lora.model.fast import DsaBackend
 from glm_lora.model.head import token_logprobs
 from glm_lora.model.layer import DecoderLayer, Recompute
 from glm_lora.model.linear import LinearSite, ProjectionGroup
@@ -39,6 +40,7 @@ class Stage(nn.Module):
         ctx: ParallelContext,
         dtype: torch.dtype,
         recompute: Recompute,
+        dsa_backend: DsaBackend,
         layers: range,
     ) -> None:
         super().__init__()
@@ -51,7 +53,9 @@ class Stage(nn.Module):
             self.embedding = nn.Parameter(
                 torch.empty(local, dtype=dtype, device=ctx.device), requires_grad=False
             )
-        self.layers = nn.ModuleList(DecoderLayer(spec, i, ctx, dtype, recompute) for i in layers)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, i, ctx, dtype, recompute, dsa_backend) for i in layers
+        )
         if self.is_last:
             self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, ctx, dtype)
             self.head = nn.Parameter(
@@ -219,6 +223,7 @@ def build_stage(
     *,
     dtype: torch.dtype,
     recompute: Recompute = "none",
+    dsa_backend: DsaBackend = "auto",
     layer_range: range | None = None,
 ) -> Stage:
     """Build this rank's stage with uninitialised weights.
@@ -228,6 +233,7 @@ def build_stage(
         ctx: Topology of this rank.
         dtype: Of weights and activations (parameters marked fp32 in the facts table stay so).
         recompute: What each layer runs again in the backward pass.
+        dsa_backend: What computes DSA above ``index_topk`` tokens.
         layer_range: The layers to hold; default from ``ctx``.
 
     Raises:
@@ -241,4 +247,4 @@ def build_stage(
         layer_range
         or layer_ranges(spec.num_hidden_layers, ctx.pp_size, ctx.pipeline_layers)[ctx.pp_rank]
     )
-    return Stage(spec, ctx, dtype, recompute, layers)
+    return Stage(spec, ctx, dtype, recompute, dsa_backend, layers)

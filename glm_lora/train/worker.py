@@ -97,7 +97,13 @@ def build_worker(config: TrainConfig, selection: Selection) -> TrainWorker:
     device = device_of(config, dist.get_rank() % config.num_gpus_per_node)
     context = init_parallel(config.parallel, device)
     dtype = getattr(torch, config.dtype)
-    stage = build_stage(spec, context, dtype=dtype, recompute=config.parallel.recompute)
+    stage = build_stage(
+        spec,
+        context,
+        dtype=dtype,
+        recompute=config.parallel.recompute,
+        dsa_backend=config.parallel.dsa_backend,
+    )
     if config.init == "random":
         init_random(stage, config.seed)
     else:

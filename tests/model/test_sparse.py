@@ -1,0 +1,210 @@
+"""Sparse attention by chosen pools: what the indexer chooses, who computes it, what the GPU needs.
+
+The kernels themselves run in ``test_sparse_interpreted.py`` and ``tests/gpu/test_sparse.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+
+import pytest
+import torch
+
+from glm_lora.arch.spec import DSA
+from glm_lora.cli import main
+from glm_lora.cluster.plan import plan
+from glm_lora.config import ParallelConfig, build
+from glm_lora.doctor.self_test import one_step
+from glm_lora.model import dsa, fast
+from glm_lora.model.batch import collate
+from glm_lora.model.parallel import ParallelContext
+from glm_lora.model.stage import build_stage
+from glm_lora.train.worker import build_worker, init_process_group
+from tests.model.sparse_checks import definition, seen_tokens
+from tests.model.specs import ODD, SHORT_INDEX
+from tests.model.weights import load, random_base, random_sequences
+from tests.prepared import folders, tiny_train_config
+from tests.support import close, words
+
+CHOOSING = {"short_index": SHORT_INDEX, "odd": ODD}
+
+
+def dsa_block(spec, **kwargs):
+    """The first sparse attention of a loaded model."""
+    stage = build_stage(spec, ParallelContext(), dtype=torch.float32, **kwargs)
+    load(stage, random_base(spec))
+    return stage.layers[spec.layer_types.index(DSA)].attention.block
+
+
+def indexed(block, spec, rows, length):
+    """What the indexer needs of random tokens."""
+    x, low = (
+        torch.randn(rows * length, spec.hidden_size),
+        torch.randn(rows * length, spec.q_lora_rank),
+    )
+    batch = collate(random_sequences([length] * rows, spec.vocab_size))
+    return [part.unflatten(0, (rows, length)) for part in block.indexer.project(x, low, batch)]
+
+
+@pytest.mark.parametrize("first", ["limit", 0, 3])
+@pytest.mark.parametrize("name", CHOOSING)
+def test_the_chosen_pools_are_those_of_the_mask(name, first):
+    spec, length = CHOOSING[name], 47
+    block = dsa_block(spec)
+    first = spec.index_topk if first == "limit" else first
+    index = indexed(block, spec, 2, length)
+    (mask,) = block.indexer.visible(*index, first)
+    (best,) = block.indexer.chosen(*index, first)
+    assert best.dtype is torch.int32 and best.shape == (
+        2,
+        length - first,
+        spec.index_topk // spec.index_kpool,
+    )
+    for row in range(2):
+        assert torch.equal(seen_tokens(best[row], length, spec.index_kpool), mask[row])
+    # From index_topk on there are always enough complete pools.
+    assert bool((best >= 0).all()) == (first == spec.index_topk)
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_attending_to_latents_is_the_masked_attention(name):
+    """The definition of the kernels against the path that every other test knows, in fp64."""
+    spec, length = CHOOSING[name], 47
+    block = dsa_block(spec).double()
+    index = indexed(block.float(), spec, 1, length)
+    block.double()
+    heads, width = spec.num_attention_heads, spec.qk_head_dim
+    q = torch.randn(1, length, heads, width, dtype=torch.float64, requires_grad=True)
+    latents = torch.randn(1, length, spec.kv_lora_rank, dtype=torch.float64, requires_grad=True)
+    weight = block.kv_b.weight.view(heads, width + spec.v_head_dim, -1)
+    want = block._attend(q, block._keys_and_values(latents), *index, steady=True)
+    (best,) = block.indexer.chosen(*index, spec.index_topk)
+    late = q[0, spec.index_topk :]
+    got = definition(late, latents[0], weight, best[0], spec.index_kpool, width**-0.5)
+    close(got, want[0, spec.index_topk :], "fp64", atol=1e-12)
+    up = torch.randn_like(got)
+    wants = torch.autograd.grad(want[0, spec.index_topk :], (q, latents), up)
+    for actual, expected in zip(torch.autograd.grad(got, (q, latents), up), wants, strict=True):
+        close(actual, expected, "fp64", atol=1e-11)
+
+
+@pytest.fixture
+def said(caplog):
+    """Log lines of a process in which nothing was said yet."""
+    fast._say_no_sparse.cache_clear()
+    caplog.set_level(logging.WARNING, logger=fast.__name__)
+    yield lambda: [r.getMessage() for r in caplog.records]
+    fast._say_no_sparse.cache_clear()
+
+
+def test_where_it_cannot_run_one_line_says_so_and_the_masks_compute(said):
+    spec = SHORT_INDEX
+    batch = collate(random_sequences([30], spec.vocab_size))
+    results = []
+    for backend in ("auto", "sdpa", "triton"):
+        stage = build_stage(spec, ParallelContext(), dtype=torch.float32, dsa_backend=backend)
+        load(stage, random_base(spec))
+        results.append(stage(batch))
+        if backend != "triton":
+            assert not said()
+    assert all(torch.equal(r, results[0]) for r in results)
+    assert said() == [
+        "--dsa-backend triton: DSA runs as SDPA with masks: it needs a CUDA device, not cpu"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "latent", "reason"),
+    [
+        ("cpu", torch.bfloat16, 512, "needs a CUDA device, not cpu"),
+        ("cuda", torch.float32, 512, "needs bfloat16, not float32"),
+        ("cuda", torch.bfloat16, 96, "kv_lora_rank is 96, not a power of two from 32 on"),
+        ("cuda", torch.bfloat16, 16, "kv_lora_rank is 16, not a power of two from 32 on"),
+        ("cuda", torch.bfloat16, 512, "no triton here"),
+    ],
+)
+def test_each_reason_is_given(said, monkeypatch, kind, dtype, latent, reason):
+    monkeypatch.setattr(fast, "missing", lambda path: "no triton here")
+    for _ in range(2):
+        assert not fast.takes_sparse("triton", torch.device(kind), dtype, latent)
+    assert len(said()) == 1 and reason in said()[0]
+    assert not fast.takes_sparse("auto", torch.device(kind), dtype, latent)
+
+
+def test_it_runs_only_when_asked_for(monkeypatch):
+    monkeypatch.setattr(fast, "missing", lambda path: None)
+    cuda = torch.device("cuda")
+    taken = {b: fast.takes_sparse(b, cuda, torch.bfloat16, 512) for b in ("auto", "sdpa", "triton")}
+    assert taken == {"auto": False, "sdpa": False, "triton": True}
+
+
+def test_doctor_and_benchmarks_name_what_computes_it(monkeypatch):
+    part = "DSA above index_topk"
+    assert fast.active_paths()[part] == "torch (no CUDA device)"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fast, "missing", lambda path: None)
+    assert fast.active_paths()[part] == fast.active_paths("sdpa")[part] == "SDPA with masks"
+    assert fast.active_paths("triton")[part] == "triton, chosen tokens only"
+    monkeypatch.setattr(fast, "missing", lambda path: "no triton here")
+    assert fast.active_paths("triton")[part] == "torch (no triton here)"
+
+
+def test_the_option_takes_three_words(tiny_root, tmp_path, capsys):
+    assert build(ParallelConfig, {}).dsa_backend == "auto"
+    options = ["--model-name", "tiny", *folders(tiny_root), "--run-dir", str(tmp_path / "run")]
+    codes = {}
+    for word in ("auto", "sdpa", "triton", "cudnn"):
+        codes[word] = main(["train", *options, "--dry-run", "--dsa-backend", word])
+    assert codes == {"auto": 0, "sdpa": 0, "triton": 0, "cudnn": 2}
+    assert "parallel.dsa_backend is 'cudnn'" in words(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("build_with", ["worker", "self test"])
+def test_the_option_reaches_the_layers(build_with, tiny_root, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dsa, "takes_sparse", lambda backend, *_: asked.append(backend))
+    if build_with == "worker":
+        config = tiny_train_config(tiny_root, tmp_path, parallel={"dsa_backend": "triton"})
+        checked = plan(config)
+        init_process_group(checked.config, 0, 1, None)
+        build_worker(checked.config, checked.selection)
+        assert asked == ["triton"]
+    else:
+        one_step("cpu")
+        assert asked == ["auto"]
+
+
+HOPPER_SHARED = 227 * 1024
+"""Bytes of shared memory that one program can have."""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs compiled kernels")
+@pytest.mark.parametrize("heads", [64, 32, 16])
+@pytest.mark.parametrize("which", ["_forward", "_backward"])
+def test_the_kernels_compile_for_hopper_at_full_size(which, heads, tmp_path, monkeypatch):
+    """No GPU is needed to compile; memory that a program cannot have would show on one only."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from glm_lora.model.kernels import sparse
+
+    kernel = getattr(sparse, which)
+    tokens, warps, stages = getattr(sparse, which.upper())[heads]
+    fixed = {"K": 512, "POOL": 4, "D": 512, "BH": heads, "BN": tokens}
+    kinds = dict.fromkeys(kernel.arg_names, "*bf16") | dict.fromkeys(fixed, "constexpr")
+    kinds |= {"chosen": "*i32", "rows": "i32", "heads": "i32", "first": "i32"}
+    kinds |= dict.fromkeys(("scale", "slope"), "fp32")
+    kinds |= dict.fromkeys(("log_sum", "delta", "d_latents"), "*fp32")
+    kinds = {name: kinds[name] for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, k in enumerate(kinds.values()) if k[0] == "*"}
+    source = ASTSource(kernel, kinds, fixed, aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert 0 < compiled.metadata.shared <= HOPPER_SHARED
+    if heads == 64:
+        assert "wgmma" in compiled.asm["ptx"] and "mma.sync" not in compiled.asm["ptx"]
