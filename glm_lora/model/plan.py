@@ -213,7 +213,8 @@ def _kept(spec: ModelSpec, layer: int, tp: int, recompute: str, tokens: int) -> 
 
     A half that is run again keeps its input streams and the result of an attention with masks,
     which only sequences of more than ``index_topk`` tokens have (what their indexer chose is small
-    beside it). Otherwise: the streams twice (read and write), the block's input before and after
+    beside it); with ``dsa_backend`` triton, which may fall back to masks, the same or less.
+    Otherwise: the streams twice (read and write), the block's input before and after
     its norm, whole after the gather, and the block's intermediate values, which are cut over the
     tensor-parallel ranks.
     """
