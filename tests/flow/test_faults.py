@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -158,13 +159,30 @@ def test_a_polite_end_saves_and_leaves_nothing(tiny_root, tmp_path, undisturbed,
         same_result(again, undisturbed)
 
 
+def halted_while_sampling(run: Run, engine: psutil.Process) -> bool:
+    """Suspend the engine; let it go on when the run waits for it in another phase."""
+    engine.suspend()
+    before = last_phase(run)
+    time.sleep(0.5)
+    if before[1] == "sample" and last_phase(run) == before:
+        return True
+    engine.resume()
+    time.sleep(0.01)
+    return False
+
+
+def last_phase(run: Run) -> tuple[int, str]:
+    """How many phases the run has told of, and the last one."""
+    names = re.findall(r'"event": "phase", "name": "(\w+)"', run.text())
+    return len(names), names[-1]
+
+
 def test_preemption_while_sampling_gives_the_samples_up_at_once(tiny_root, tmp_path):
     """An engine that would take an hour does not delay the end."""
-    with Run(tiny_root, tmp_path / "run", *LONG) as run:
+    with Run(tiny_root, tmp_path / "run", *LONG, "--log-format", "json") as run:
         run.until_rollout(2)
         (engine,) = run.named("EngineActor")
-        engine.suspend()
-        time.sleep(3)  # every phase but sampling is over by now
+        run.until(lambda: halted_while_sampling(run, engine), "an engine that stops while sampling")
         start = time.monotonic()
         run.process.send_signal(signal.SIGTERM)
         try:
