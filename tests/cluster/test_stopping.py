@@ -31,7 +31,7 @@ def test_a_signal_while_starting_ends_with_130_and_an_event(tiny_root, tmp_path,
         below = run.descendants()
         run.process.send_signal(signal.SIGTERM)
         assert run.wait(60) == 130, run.text()
-        _, left = psutil.wait_procs(below, timeout=10)
+        _, left = psutil.wait_procs(below, timeout=30)
         assert not left, [p.cmdline() for p in left]
     event = last_event(run.dir)
     assert event["event"] == "stopped", event
@@ -80,7 +80,7 @@ def test_a_second_signal_ends_at_once_in_one_line(tiny_root, tmp_path, launcher)
         first = len(run.text())
         run.process.send_signal(signal.SIGTERM)
         assert run.wait(30) == 130, run.text()
-        _, left = psutil.wait_procs(below, timeout=10)
+        _, left = psutil.wait_procs(below, timeout=30)
         assert not left, [p.cmdline() for p in left]
     assert "Traceback" not in run.text(), run.text()
     said = [line for line in run.text()[first:].splitlines() if line.strip()]

@@ -153,7 +153,7 @@ def test_a_polite_end_saves_and_leaves_nothing(tiny_root, tmp_path, undisturbed,
         below = run.descendants()
         run.process.send_signal(sign)
         assert run.wait(60) == 130, run.text()
-        _, left = psutil.wait_procs(below, timeout=10)
+        _, left = psutil.wait_procs(below, timeout=30)
         assert not left, [p.cmdline() for p in left]
     with Run(tiny_root, tmp_path / "run", *options("--resume"), launcher=launcher) as again:
         same_result(again, undisturbed)
