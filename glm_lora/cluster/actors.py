@@ -125,8 +125,12 @@ class RankActor(_OnDevices):
         self._worker = build_worker(config, selection)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call one method of the worker."""
-        return getattr(self._worker, name)(*args, **kwargs)
+        """Call one method of the worker; its result on rank 0, None elsewhere.
+
+        All ranks have the same, and an adapter is no small thing to send for nothing.
+        """
+        result = getattr(self._worker, name)(*args, **kwargs)
+        return result if self._worker.context.rank == 0 else None
 
 
 class EngineActor(_OnDevices):
