@@ -36,6 +36,7 @@ $(TRITON_SITE)/.installed: $(STAMP)
 
 test-kernels: $(TRITON_SITE)/.installed
 	PYTHONPATH=$(TRITON_SITE) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/test_*_interpreted.py
+	PYTHONPATH=$(TRITON_SITE) $(BIN)/python -m pytest tests/model/test_*_compiled.py
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m 'gpu or multi_gpu'

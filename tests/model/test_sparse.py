@@ -5,9 +5,7 @@ The kernels themselves run in ``test_sparse_interpreted.py`` and ``tests/gpu/tes
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 
 import pytest
 import torch
@@ -182,37 +180,3 @@ def test_the_option_reaches_the_layers(build_with, tmp_path, monkeypatch):
     init_process_group(config, 0, 1, None)
     build_worker(config, make_selection("tiny", TINY, trainable_sites(TINY), rank=4, alpha=8.0))
     assert asked == ["triton"]
-
-
-HOPPER_SHARED = 227 * 1024
-"""Bytes of shared memory that one program can have."""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs compiled kernels")
-@pytest.mark.parametrize("heads", [64, 32, 16])
-@pytest.mark.parametrize("which", ["_forward", "_backward"])
-def test_the_kernels_compile_for_hopper_at_full_size(which, heads, tmp_path, monkeypatch):
-    """No GPU is needed to compile; memory that a program cannot have would show on one only."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from glm_lora.model.kernels import sparse
-
-    kernel = getattr(sparse, which)
-    tokens, warps, stages = getattr(sparse, which.upper())[heads]
-    fixed = {"K": 512, "POOL": 4, "D": 512, "BH": heads, "BN": tokens}
-    kinds = dict.fromkeys(kernel.arg_names, "*bf16") | dict.fromkeys(fixed, "constexpr")
-    kinds |= {"chosen": "*i32", "rows": "i32", "heads": "i32", "first": "i32"}
-    kinds |= dict.fromkeys(("scale", "slope"), "fp32")
-    kinds |= dict.fromkeys(("log_sum", "delta", "d_latents"), "*fp32")
-    kinds = {name: kinds[name] for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, k in enumerate(kinds.values()) if k[0] == "*"}
-    source = ASTSource(kernel, kinds, fixed, aligned)
-    options = {"num_warps": warps, "num_stages": stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert 0 < compiled.metadata.shared <= HOPPER_SHARED
-    if heads == 64:
-        assert "wgmma" in compiled.asm["ptx"] and "mma.sync" not in compiled.asm["ptx"]
