@@ -7,7 +7,6 @@ size of files, a byte that changes in the shared memory.
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import time
@@ -31,6 +30,7 @@ SMALL = 4096
 
 def build(rank: int, world: int, folder: Path, root: Path, values: dict) -> TrainWorker:
     given = {"launcher": "torchrun", "num_gpus_per_node": world, **values}
+    given["sglang"] = {"sglang_colocated": True}
     config = tiny_train_config(root, folder / "run", **given)
     spec = spec_of("tiny", config.hf_checkpoint)
     store = dist.FileStore(str(folder / "store"), world)
@@ -122,7 +122,7 @@ def rank(number: int, world: int, folder: str, root: str, values: dict, fault: s
 
 def wait_for_the_death_of_rank_0(number: int, place: Path) -> None:
     """Rank 0 waits to be killed; rank 1 goes on when it is gone."""
-    (place / f"pid{number}").write_text(str(os.getpid()))
+    (place / f"ready{number}").touch()
     if number == 0:
         time.sleep(3600)
     while not (place / "killed").exists():

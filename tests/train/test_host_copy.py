@@ -82,13 +82,18 @@ def test_tensor_parallel_ranks_share_what_is_replicated(tiny_root, tmp_path):
 
 def test_a_killed_writer_leaves_nothing_and_the_others_keep_the_copy(tiny_root, tmp_path):
     context = start(tmp_path, tiny_root, fault="killed", join=False)
-    end = time.monotonic() + 120
-    while not (tmp_path / "pid1").exists() and time.monotonic() < end:
-        time.sleep(0.1)
-    os.kill(int((tmp_path / "pid0").read_text()), signal.SIGKILL)
-    context.processes[0].join(30)
-    (tmp_path / "killed").touch()
-    context.processes[1].join(60)
+    try:
+        end = time.monotonic() + 120
+        while not all((tmp_path / f"ready{n}").exists() for n in range(2)):
+            assert time.monotonic() < end, "the ranks have no host copy"
+            time.sleep(0.1)
+        os.kill(context.processes[0].pid, signal.SIGKILL)
+        context.processes[0].join(30)
+        (tmp_path / "killed").touch()
+        context.processes[1].join(60)
+    finally:
+        for process in context.processes:
+            process.kill()  # one that is left would be waited for when the tests end
     second = said(tmp_path, 1)
     assert second["digest after"] == second["digest"], "rank 0 had written it, rank 1 has it"
     assert not [p for p in Path("/dev/shm").iterdir() if "glm-lora" in p.name]

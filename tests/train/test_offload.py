@@ -36,7 +36,7 @@ def storage_bytes(worker) -> int:
 
 @pytest.mark.parametrize("target", ["cpu", "disk"])
 def test_everything_comes_back_bit_equal(worker_of, target):
-    worker = worker_of(offload_train_target=target)
+    worker = worker_of(offload_train_target=target, sglang={"sglang_colocated": True})
     prompt = [[2, 15, 17, 5, 3]]
     before, digest, held = worker.logprobs(prompt)[0], worker.verify_base(), storage_bytes(worker)
     assert held > 0
