@@ -22,7 +22,7 @@ from glm_lora.errors import ConfigError
 from glm_lora.options import collect, merge, path_option, with_options
 
 if TYPE_CHECKING:
-    from glm_lora.cluster.plan import Plan
+    from glm_lora.cluster.plan import Outline, Plan
 
 out = Console(highlight=False)
 
@@ -120,7 +120,7 @@ def train(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the run in --run-dir.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+        bool, typer.Option("--dry-run", help="Print the plan, check everything, start nothing.")
     ] = False,
     log_format: Annotated[
         str, typer.Option(help="text, or json: one object per line on stdout, for machines.")
@@ -129,7 +129,7 @@ def train(
     **given: Any,
 ) -> None:
     """Train an adapter: sample, score, train, sync, until the last rollout."""
-    from glm_lora.cluster.plan import plan
+    from glm_lora.cluster.plan import outline, on_base
 
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format {log_format}", "text or json")
@@ -157,27 +157,40 @@ def train(
         raise ConfigError("--resume together with --force", "one of them")
     if resume and run_dir is None:
         raise ConfigError("--resume without --run-dir", "the folder of the run to continue")
-    checked = plan(config)
+    wanted = outline(config)
     leading = world is None or world[0] == 0
-    if leading and (log_format == "text" or dry_run):
-        _announce(checked)
     if dry_run:
-        from glm_lora.cluster.dry_run import describe
-        from glm_lora.report.run_folder import check_new, check_resume
-
-        if resume:
-            check_resume(config, checked.selection, checked.base)
-        else:
-            check_new(config, force=force)
-        for line in describe(checked):
-            out.print(line, soft_wrap=True, markup=False)
-        from glm_lora.cluster.driver import load_text
-
-        text = load_text(checked)
-        text.reward.close()
-        out.print(f"prompts: {len(text.data)} usable, {len(text.data.bad_rows)} left out")
+        _dry_run(wanted, leading=leading, resume=resume, force=force)
         return
+    checked = on_base(wanted)
+    if leading and log_format == "text":
+        _announce(checked)
     _train_checked(checked, log_format, leading=leading, resume=resume, force=force)
+
+
+def _dry_run(wanted: Outline, *, leading: bool, resume: bool, force: bool) -> None:
+    """Print the plan, then check what must exist: a shape is planned before a base is made."""
+    from glm_lora.cluster.dry_run import describe
+    from glm_lora.cluster.plan import on_base
+
+    lines = describe(wanted)
+    if leading:
+        _announce(wanted)
+        for line in lines:
+            out.print(line, soft_wrap=True, markup=False)
+    from glm_lora.report.run_folder import check_new, check_resume
+
+    if not resume:
+        check_new(wanted.config, force=force)
+    checked = on_base(wanted)
+    if resume:
+        check_resume(checked.config, checked.selection, checked.base)
+    from glm_lora.cluster.driver import load_text
+
+    text = load_text(checked)
+    text.reward.close()
+    if leading:
+        out.print(f"prompts: {len(text.data)} usable, {len(text.data.bad_rows)} left out")
 
 
 def _train_checked(
@@ -244,16 +257,16 @@ def prepare(
     out.print(f"fingerprint {result.fingerprint}")
 
 
-def _announce(checked: Plan) -> None:
-    config, selection = checked.config, checked.selection
+def _announce(wanted: Outline) -> None:
+    config, selection = wanted.config, wanted.selection
     out.print(
         f"{config.model_name}: {selection.num_sites} projections, "
         f"{selection.trainable_parameters:,} trainable parameters at rank {selection.rank}; "
         f"{config.launcher}, {config.world_size} trainer rank(s), "
         f"{config.rollout.rollout_engine} engine; {config.rollout.num_rollout} rollouts of "
         f"{config.rollout.rollout_batch_size} x {config.rollout.n_samples_per_prompt} samples; "
-        f"about {checked.memory.total / 2**30:.3g} GiB on the fullest trainer rank",
+        f"about {wanted.memory.total / 2**30:.3g} GiB on the fullest trainer rank",
         soft_wrap=True,
     )
-    for line in checked.resolution.warnings:
+    for line in wanted.resolution.warnings:
         out.print(f"note: {line}")

@@ -13,13 +13,13 @@ from glm_lora.cluster.placement import (
     part_options,
     place,
 )
-from glm_lora.cluster.plan import Plan
+from glm_lora.cluster.plan import Outline
 from glm_lora.config import TrainConfig
 from glm_lora.rollout.engine import server_options
 from glm_lora.rollout.sglang_server import server_command
 
 
-def describe(plan: Plan) -> list[str]:
+def describe(plan: Outline) -> list[str]:
     """The lines; ``device`` auto counts as CUDA except for a run without GPUs at all.
 
     Raises:
@@ -74,7 +74,7 @@ def _ranks(config: TrainConfig, placement: Placement, machine: int) -> Iterator[
         yield f"  rank {seat.rank} of {len(placement.ranks)}{shown}"
 
 
-def _engine(plan: Plan, seat: EngineSeat, machine: int) -> Iterator[str]:
+def _engine(plan: Outline, seat: EngineSeat, machine: int) -> Iterator[str]:
     config = plan.config
     for index, part in enumerate(seat.parts):
         if part.machine != machine:

@@ -7,6 +7,7 @@ from typing import Any
 
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.config import TrainConfig
+from glm_lora.errors import CheckpointError
 from glm_lora.model.plan import MemoryPlan, check_topology, plan_memory
 from glm_lora.settings import spec_of
 from glm_lora.targets.resolve import Resolution, resolve
@@ -14,14 +15,12 @@ from glm_lora.targets.selection import Selection
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a ``train`` command will do."""
+class Outline:
+    """What a ``train`` command asks for: known without a base, a tokenizer or prompts."""
 
     config: TrainConfig
     spec: ModelSpec
     resolution: Resolution
-    base: dict[str, Any]
-    """What identifies the base; ``fingerprint`` among it."""
 
     @property
     def memory(self) -> MemoryPlan:
@@ -41,11 +40,19 @@ class Plan:
         return self.resolution.selection
 
 
-def plan(config: TrainConfig) -> Plan:
-    """Resolve the selection and check the base.
+@dataclass(frozen=True)
+class Plan(Outline):
+    """What a ``train`` command will do, on a base that is there."""
+
+    base: dict[str, Any]
+    """What identifies the base; ``fingerprint`` among it."""
+
+
+def outline(config: TrainConfig) -> Outline:
+    """Resolve the selection and check shape and engine; the base may still be missing.
 
     Raises:
-        UserError, CheckpointError: The command or a file it names is wrong.
+        UserError: The command is wrong.
     """
     spec = spec_of(config.model_name, config.hf_checkpoint)
     resolution = resolve(spec, config.model_name, config.selection)
@@ -53,12 +60,36 @@ def plan(config: TrainConfig) -> Plan:
     from glm_lora.rollout.engine import check_engine
 
     check_engine(config)
-    if config.init == "random":
-        return Plan(
-            config, spec, resolution, {"fingerprint": f"random weights, seed {config.seed}"}
-        )
-    # After the selection: a wrong target is reported even where no base exists yet.
-    from glm_lora.checkpoint.manifest import check_base
+    return Outline(config, spec, resolution)
 
-    manifest = check_base(config.ref_load, spec)
-    return Plan(config, spec, resolution, {"fingerprint": manifest.fingerprint})
+
+def on_base(wanted: Outline) -> Plan:
+    """The plan of ``wanted`` on the base that its configuration names.
+
+    Raises:
+        CheckpointError: The base is missing, unfinished, damaged or of another model.
+    """
+    config = wanted.config
+    fingerprint = f"random weights, seed {config.seed}"
+    if config.init != "random":
+        from glm_lora.checkpoint.manifest import check_base
+
+        if not config.ref_load.exists():
+            raise CheckpointError(
+                f"there is no base in {config.ref_load}",
+                "a torch_dist base",
+                f"Run glm-lora prepare --model-name {config.model_name}, or name one with "
+                "--ref-load",
+            )
+        fingerprint = check_base(config.ref_load, wanted.spec).fingerprint
+    return Plan(config, wanted.spec, wanted.resolution, {"fingerprint": fingerprint})
+
+
+def plan(config: TrainConfig) -> Plan:
+    """Resolve the selection and check the base.
+
+    Raises:
+        UserError, CheckpointError: The command or a file it names is wrong.
+    """
+    # In this order a wrong target is reported even where no base exists yet.
+    return on_base(outline(config))

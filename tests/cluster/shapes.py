@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from glm_lora.cluster.dry_run import describe
-from glm_lora.cluster.plan import Plan
+from glm_lora.cluster.plan import Outline
 from glm_lora.config import TrainConfig
 from glm_lora.settings import resolve_train, spec_of
 from glm_lora.targets.resolve import resolve
@@ -62,7 +62,7 @@ def lines_of(name: str) -> list[str]:
     """What ``--dry-run`` prints for one shape."""
     config = config_of(name)
     spec = spec_of(config.model_name, config.hf_checkpoint)
-    return describe(Plan(config, spec, resolve(spec, config.model_name, config.selection), {}))
+    return describe(Outline(config, spec, resolve(spec, config.model_name, config.selection)))
 
 
 if __name__ == "__main__":

@@ -151,6 +151,36 @@ def test_a_full_disk(call, tmp_path):
         assert code == 2 and "cannot be written" in text, text
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_cannot_be_written(call, tmp_path):
+    with small_disk(tmp_path / "disk", "size=64m") as disk:
+        given = ["--run-dir", str(disk / "run")]
+        code, text, _ = call(*given, "--num-rollout", "1")
+        assert code == 0, text
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        code, text, _ = call(*given, "--num-rollout", "2", "--resume")
+        assert code == 2, text
+        assert f"--run-dir {disk / 'run'} cannot be written (Read-only file system)" in text, text
+        code, text, _ = call("--run-dir", str(disk / "other"))
+        assert code == 2 and "cannot be written (Read-only file system)" in text, text
+
+
+def test_a_run_folder_that_is_moved_away_while_the_run_goes_on(call, tmp_path):
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    path = tmp_path / "mover.py"
+    path.write_text(
+        "from pathlib import Path\n\n\n"
+        "def reward(prompt, response, label, metadata):\n"
+        f"    if Path({str(run)!r}).exists():\n"
+        f"        Path({str(run)!r}).rename({str(moved)!r})\n"
+        "    return 1.0\n"
+    )
+    code, text, _ = call("--reward", str(path), "--num-rollout", "2")
+    assert code == 1 and f"the folder {run} is gone" in text, text
+    assert "Traceback" not in text
+    assert (moved / "config.toml").exists() and not run.exists()
+
+
 def test_errors_come_before_torch_is_imported():
     """A wrong selection fails in the torch-free half, so it costs well under a second."""
     script = (
@@ -284,3 +314,26 @@ def test_a_model_that_was_not_prepared_has_no_tokenizer(call, tmp_path):
     assert code == 2
     assert f"there is no checkpoint in {tmp_path / 'none'}" in said
     assert "glm-lora prepare" in said
+
+
+def test_a_dry_run_prints_the_plan_before_it_asks_for_a_base(
+    tmp_path, capsys, monkeypatch, wide_errors
+):
+    """A shape is planned before 600 GB are prepared for it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    shape = ["--num-nodes", "3", "--num-gpus-per-node", "8", "--ray-address", "auto"]
+    command = ["train", "--model-name", "GLM-5.3-Flash", *shape, "--sglang-python", "X"]
+    assert main([*command, "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    printed, said = words(captured.out), words(captured.err)
+    assert "485 projections, 65,955,840 trainable parameters at rank 16" in printed
+    assert "GiB on the fullest trainer rank" in printed
+    assert "rank 23 of 24: CUDA_VISIBLE_DEVICES=7" in printed
+    assert "engine 2 on GPU(s) 0,1,2,3,4,5,6,7" in printed
+    assert "there is no base in" in said
+    assert "glm-lora prepare --model-name GLM-5.3-Flash, or" in said
+    assert not list(tmp_path.iterdir())
+    assert main(command) == 2
+    assert not capsys.readouterr().out, "without --dry-run nothing is announced that cannot start"
+    assert not list(tmp_path.iterdir())
