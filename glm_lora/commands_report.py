@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -42,24 +44,48 @@ def report(
             raise ConfigError("--compare", "two or more run folders, without --run and --watch")
         from glm_lora.report.html import write_comparison
 
-        path = write_comparison(named, output or Path("compare.html"))
+        target = output or Path("compare.html")
+        with _write_errors(target):
+            path = write_comparison(named, target)
         console.print(f"report  {path}", soft_wrap=True)
         return
     if run is None or named:
         raise ConfigError("report", "--run RUN, or --compare RUN RUN ...")
+    from glm_lora.report.run_folder import REPORT
+
     if watch:
         from glm_lora.report.watch import watch as keep_writing
 
-        keep_writing(
-            run,
-            output,
-            WATCH_SECONDS,
-            lambda path: console.print(f"report  {path}", soft_wrap=True),
-        )
+        with _write_errors(output or run / REPORT):
+            keep_writing(
+                run,
+                output,
+                WATCH_SECONDS,
+                lambda path: console.print(f"report  {path}", soft_wrap=True),
+            )
         return
     from glm_lora.report.html import write_report
 
-    console.print(f"report  {write_report(run, output)}", soft_wrap=True)
+    with _write_errors(output or run / REPORT):
+        path = write_report(run, output)
+    console.print(f"report  {path}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _write_errors(target: Path) -> Iterator[None]:
+    """Turn an operating-system error of the block into a ConfigError that names the report."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # nobody reads what is printed; it is no error of the file
+    except OSError as error:
+        named = str(error.filename or target)
+        also = "" if named == str(target) else f" of {named}"
+        raise ConfigError(
+            f"the report {target} cannot be written ({error.strerror or error}{also})",
+            "a file on a disk with free space that this user may write to",
+            "Name another file with --output",
+        ) from error
 
 
 def doctor(

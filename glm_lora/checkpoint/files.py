@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +20,33 @@ NOTES_FILE = "glm_lora.json"
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write a small file: whole or not at all, on disk when this returns."""
+    """Write a small file: whole or not at all, on disk when this returns.
+
+    Raises:
+        OSError: It cannot be written; it names ``path``, and nothing is left behind.
+    """
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
+    with errors_name(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):  # the first error is the one to tell
+                temporary.unlink()
+            raise
+        sync_folder(path.parent)
+
+
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Let an OSError of the block name ``path``: that of a full disk names no file at all."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def write_report(run: Path, output: Path | None = None, *, refresh: int = 0) -> 
 
     Raises:
         ConfigError: ``run`` is no run folder, or a file in it is not what a run writes.
+        OSError: A file cannot be written.
     """
     data = load_run(run)
     charts = charts_of(data)
@@ -75,6 +76,7 @@ def write_comparison(runs: Sequence[Path], output: Path) -> Path:
 
     Raises:
         ConfigError: One of them is no run folder, or a file of one is not what a run writes.
+        OSError: A file cannot be written.
     """
     data = [load_run(path, name) for path, name in zip(runs, _names(runs), strict=True)]
     charts = compared_charts(data)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from glm_lora.checkpoint.files import write_atomic
 from glm_lora.report.charts import Chart
 from glm_lora.report.svg import all_steps, stack, y_scale
 
@@ -20,7 +22,11 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def write_pngs(charts: Sequence[Chart], folder: Path) -> list[Path]:
-    """Draw each chart to ``folder/<key>.png`` (960 x 540); nothing is shown on a screen."""
+    """Draw each chart to ``folder/<key>.png`` (960 x 540); nothing is shown on a screen.
+
+    Raises:
+        OSError: A file cannot be written; no half of one is left.
+    """
     if not charts:
         return []
     # The object interface: no global state, no window system.
@@ -38,7 +44,9 @@ def write_pngs(charts: Sequence[Chart], folder: Path) -> list[Path]:
         figure.clear()
         _draw(chart, figure.add_subplot())
         written.append(folder / f"{chart.key}.png")
-        canvas.print_png(str(written[-1]))
+        picture = BytesIO()
+        canvas.print_png(picture)
+        write_atomic(written[-1], picture.getvalue())
     return written
 
 

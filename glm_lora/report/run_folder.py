@@ -14,14 +14,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from glm_lora.checkpoint.files import write_atomic
 from glm_lora.checkpoint.train_state import iteration_of, latest_checkpoint
 from glm_lora.config import TrainConfig, from_toml, to_toml
-from glm_lora.errors import ConfigError
+from glm_lora.errors import ConfigError, GlmLoraError
 from glm_lora.report.sinks import STEP_KEY
 from glm_lora.targets.selection import Selection
 
@@ -95,23 +95,12 @@ class RunFolder:
         Raises:
             ConfigError: The folder holds a run or other files, or cannot be written.
         """
-        path = config.run_dir
-        try:
+        with _write_errors(config.run_dir):
             held = check_new(config, force=force)
-            path.mkdir(parents=True, exist_ok=True)
-            folder = cls(path)
-            try:
+            config.run_dir.mkdir(parents=True, exist_ok=True)
+            folder = cls(config.run_dir)
+            with folder._closed_on_failure():
                 folder._begin(config, selection, base, replace=held)
-            except OSError:
-                folder.close()
-                raise
-        except OSError as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(
-                f"--run-dir {path} cannot be written ({error.strerror or error})",
-                "a folder on a disk with free space that this user may write to",
-            ) from error
         return folder
 
     @classmethod
@@ -122,12 +111,22 @@ class RunFolder:
 
         Raises:
             ConfigError: No run there, or it was made with another base, selection or configuration
-                (the differences are listed).
+                (the differences are listed), or the folder cannot be written.
         """
-        check_resume(config, selection, base)
-        folder = cls(config.run_dir)
-        write_atomic(config.run_dir / CONFIG, to_toml(config))
+        with _write_errors(config.run_dir):
+            check_resume(config, selection, base)
+            folder = cls(config.run_dir)
+            with folder._closed_on_failure():
+                write_atomic(config.run_dir / CONFIG, to_toml(config))
         return folder
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self.close()
+            raise
 
     def _begin(
         self,
@@ -152,12 +151,28 @@ class RunFolder:
         os.close(self._lock)
 
 
+@contextlib.contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """Turn an operating-system error of the block into a ConfigError that names the option."""
+    try:
+        yield
+    except GlmLoraError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"--run-dir {path} cannot be written ({error.strerror or error})",
+            "a folder on a disk with free space that this user may write to",
+        ) from error
+
+
 def _lock(path: Path) -> int:
     handle = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(handle)
+        if not isinstance(error, BlockingIOError):
+            raise
         raise ConfigError(
             f"--run-dir {path} is in use by another process", "a folder of its own per run"
         ) from None

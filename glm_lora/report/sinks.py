@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from glm_lora.checkpoint.files import errors_name
 from glm_lora.errors import ConfigError
 
 STEP_KEY = "rollout/step"
@@ -50,7 +51,7 @@ class JsonlSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
         record = {STEP_KEY: step, **{k: jsonable(v) for k, v in metrics.items()}}
-        with self._path.open("a", encoding="utf-8") as stream:
+        with errors_name(self._path), self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record, allow_nan=False) + "\n")
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ def watch(
 
     Raises:
         ConfigError: ``run`` is no run folder.
+        OSError: A file cannot be written.
     """
     seen: tuple[int, ...] | None = None
     while load_run(run).running:

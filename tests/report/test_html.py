@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -15,6 +18,7 @@ from glm_lora.report.run_data import load_run, read_lines
 from glm_lora.report.svg import HEIGHT, WIDTH, short, svg, thin, ticks, x_scale, y_scale
 from glm_lora.report.watch import watch
 from tests.report.run_folders import NASTY, write_run
+from tests.support import small_disk, words
 from tests.tiny_runs import train
 
 
@@ -255,3 +259,27 @@ def test_a_run_that_went_wrong_leaves_its_report_too(tiny_root, tmp_path):
     assert train(tiny_root, run, "--num-rollout", "2", "--logprob-diff-limit", "1e-12") == 1
     page = (run / "report.html").read_text()
     assert "trainer and engine differ" in page and ">failed" in page
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_report_that_cannot_be_written(run, tmp_path, capsys, wide_errors):
+    """A disk without room for the page, one without room for all PNGs, and one to read only."""
+    for size in ("16k", "256k", "32m"):
+        with small_disk(tmp_path / f"disk{size}", f"size={size}") as disk:
+            other = shutil.copytree(run, disk / "run") if size == "32m" else run
+            read_only = size == "32m"
+            if read_only:
+                subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+            reason = "Read-only file system" if read_only else "No space left on device"
+            for options in (
+                ["--run", str(other)] if read_only else ["--run", str(run)],
+                ["--compare", str(run), str(other)],
+            ):
+                if not (read_only and options[0] == "--run"):
+                    options += ["--output", str(disk / "x" / "page.html")]
+                assert main(["report", *options]) == 2, (size, options)
+                said = words(capsys.readouterr().err)
+                assert f"cannot be written ({reason}" in said and "--output" in said, said
+                assert not list(disk.rglob("*.tmp*"))
+                for picture in disk.rglob("*.png"):
+                    assert picture.read_bytes()[-8:-4] == b"IEND", f"{picture} is not whole"

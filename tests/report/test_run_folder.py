@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from pathlib import Path
@@ -6,6 +7,7 @@ import pytest
 
 from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import TINY
+from glm_lora.checkpoint.files import write_atomic
 from glm_lora.config import TrainConfig, from_toml
 from glm_lora.errors import ConfigError
 from glm_lora.report.run_data import read_lines
@@ -84,6 +86,37 @@ def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         create(tmp_path / "run")
+
+
+def test_a_resume_in_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    """Neither the lock nor the configuration; the folder is free again after it."""
+    create(tmp_path / "run").close()
+
+    def refused(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for place in ("os.open", "glm_lora.report.run_folder.write_atomic"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, refused)
+            with pytest.raises(ConfigError, match=r"--run-dir .* cannot be written \(Read-only"):
+                RunFolder.resume(config(tmp_path / "run"), selection(), BASE)
+    RunFolder.resume(config(tmp_path / "run"), selection(), BASE).close()
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, monkeypatch, call):
+    path = tmp_path / "page.html"
+    path.write_text("before")
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(*((Path, call) if call == "replace" else (os, call)), full)
+    with pytest.raises(OSError) as caught:
+        write_atomic(path, "after")
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+    assert path.read_text() == "before"
 
 
 @pytest.mark.parametrize(
