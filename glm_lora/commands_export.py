@@ -80,7 +80,7 @@ def _check(output: Path, base: Path, state: AdapterState, run: Path | None) -> N
     if run is not None:
         from glm_lora.cluster.evaluation import trainer_references
 
-        references = trainer_references(run)
+        references = trainer_references(run, state)
     report = check_peft(output, base, state, references)
     out.print(f"checked: stock PEFT uses all {report.num_tensors} tensors, bit-equal")
     if references:

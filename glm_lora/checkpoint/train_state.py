@@ -222,6 +222,9 @@ def _way_out(folder: Path) -> str:
     """What can be done when the checkpoint ``folder`` of a run cannot be loaded."""
     if not _is_iteration(folder):
         return ""
+    if not folder.exists():
+        there = [each.name for each in _iterations(folder.parent) if not damage(each)]
+        return f"In {folder.parent} there is: {', '.join(there) or 'no checkpoint'}"
     for candidate in reversed(_iterations(folder.parent)):
         if iteration_of(candidate) < iteration_of(folder) and not damage(candidate, contents=True):
             return (
@@ -302,6 +305,8 @@ def _read_state(folder: Path) -> _State:
         schema, extra = state["schema"], state["extra"]
         files = {name: FileRecord(**each) for name, each in state.get("files", {}).items()}
     except FileNotFoundError:
+        if not folder.exists():
+            raise CheckpointError(f"{folder} does not exist", "a checkpoint") from None
         raise CheckpointError(
             f"{folder} holds no finished checkpoint ({STATE_FILE} is missing)",
             "a checkpoint that was written to its end",

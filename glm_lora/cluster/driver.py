@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from glm_lora.checkpoint.train_state import latest_checkpoint
+from glm_lora.cluster.limits import allow_open_files
 from glm_lora.cluster.placement import Placement
 from glm_lora.cluster.plan import Plan
 from glm_lora.cluster.stopping import stop_on_signal, stoppable_start
@@ -109,6 +110,7 @@ def train(
         The run folder, or None on a torchrun rank that only followed.
     """
     config = plan.config
+    allow_open_files()
     world = torchrun_world() if config.launcher == "torchrun" else None
     if world is not None and world[0] != 0:
         _follow_rank_zero(plan, world)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.cluster.driver import prompts_of
 from glm_lora.config import ParallelConfig, TrainConfig, from_toml
 from glm_lora.export.check import Reference
 from glm_lora.export.source import from_run
+from glm_lora.protocols import AdapterState
 from glm_lora.report.run_folder import CONFIG
 from glm_lora.rl.chat import ChatFormat
 from glm_lora.rl.evaluate import compare
@@ -20,10 +20,14 @@ CHECKED_TOKENS = 256
 """Longest sequence that ``export --check`` scores."""
 
 
-def trainer_references(run: Path) -> list[Reference]:
-    """What the trainer itself says of some sequences under a run's newest checkpoint.
+def trainer_references(run: Path, state: AdapterState) -> list[Reference]:
+    """What the trainer itself says of some sequences under an adapter.
 
     The trainer is built in this process with one rank; the sequences are the run's first prompts.
+
+    Args:
+        run: Run folder.
+        state: One of the run's adapters. A run that goes on may have a newer one by now.
 
     Raises:
         ConfigError, CheckpointError, DataError: The run or a prompt file cannot be used.
@@ -38,9 +42,7 @@ def trainer_references(run: Path) -> list[Reference]:
     checked = plan(alone)
     init_process_group(alone, 0, 1, None)
     worker = build_worker(alone, checked.selection)
-    folder = latest_checkpoint(run)
-    assert folder is not None, "from_run has found it"
-    worker.load(folder)
+    worker.set_adapter(state)
     chat = ChatFormat.load(config.hf_checkpoint, checked.spec.eos_token_ids)
     reward = reward_of(config.rollout)
     try:

@@ -26,7 +26,9 @@ AGAIN = 0.05
 
 @contextlib.contextmanager
 def stop_on_signal(listener: Listener) -> Iterator[StopRequest]:
-    """SIGINT and SIGTERM ask the loop to save and stop; a second one stops at once.
+    """SIGINT, SIGTERM and SIGHUP ask the loop to save and stop; a second one stops at once.
+
+    SIGHUP is what a lost terminal sends; under ``nohup`` it stays ignored.
 
     Sampling and starting are given up on the spot. An update gets ``STOP_LIMIT`` seconds to finish;
     then the run ends without it, and the last checkpoint stands.
@@ -68,6 +70,8 @@ class _Signals:
             signal.SIGTERM: self._asked,
             signal.SIGALRM: self._due,
         }
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            handlers[signal.SIGHUP] = self._asked
         self._hook = sys.unraisablehook
         sys.unraisablehook = self._dropped
         self._previous = {number: signal.signal(number, h) for number, h in handlers.items()}

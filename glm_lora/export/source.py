@@ -45,12 +45,14 @@ def from_run(run: Path) -> Source:
     """
     if not (run / CONFIG).exists():
         raise ConfigError(f"--run {run} is not a run folder", f"a folder with {CONFIG}")
-    folder = latest_checkpoint(run)
-    if folder is None:
-        raise CheckpointError(
-            f"{run} holds no finished checkpoint", "a run that saved at least once"
-        )
-    return _from_checkpoint(run, folder)
+    while folder := latest_checkpoint(run):
+        try:
+            return _from_checkpoint(run, folder)
+        except CheckpointError:
+            # A run that goes on has newer ones, and has removed this one meanwhile.
+            if folder.exists():
+                raise
+    raise CheckpointError(f"{run} holds no finished checkpoint", "a run that saved at least once")
 
 
 def from_checkpoint(folder: Path, hf_checkpoint: Path | None, model_name: str) -> Source:

@@ -128,7 +128,7 @@ def test_latest_is_the_highest_number(tmp_path: Path) -> None:
 def test_unfinished_and_damaged(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000001"
     wanted = pieces(ParallelContext(), fill=False)
-    with pytest.raises(CheckpointError, match="no finished checkpoint"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         load_train_state(folder, wanted)
     save_train_state(folder, pieces(ParallelContext(), fill=True), EXTRA)
     data = next(folder.glob("*.distcp"))

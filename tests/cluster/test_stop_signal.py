@@ -55,6 +55,9 @@ def in_a_library():
     except Exception:  # as optional imports and clean-ups of libraries have it
         pass
 
+def with_the_terminal():
+    asked(signal.SIGHUP)
+
 def twice_in_a_finalizer():
     FinalizedTwice()
 
@@ -86,6 +89,7 @@ assert sys.unraisablehook is sys.__unraisablehook__
         ("in_a_finalizer", "ended: stopped while starting"),
         ("in_a_log_handler", "ended: stopped while starting"),
         ("in_a_library", "ended: stopped while starting"),
+        ("with_the_terminal", "ended: stopped while starting"),
         ("twice_in_a_finalizer", "ended at once"),
     ],
 )
@@ -97,3 +101,13 @@ def test_a_signal_is_not_lost(case, said):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(said), done.stdout
     assert not done.stderr
+
+
+def test_nohup_keeps_its_meaning():
+    program = textwrap.dedent(PROGRAM).replace("{case}", "with_the_terminal")
+    program = program.replace("waits()\n", "print('went on')\n")
+    done = subprocess.run(
+        ["nohup", sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "went on\n"

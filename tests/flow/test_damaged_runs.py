@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from glm_lora import commands_export
 from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.cli import main
+from glm_lora.export import source
 from tests.support import small_disk, words
 from tests.tiny_runs import metric, train
 
@@ -113,6 +115,51 @@ def test_what_is_not_whole_either_is_not_named(run, tiny_root, capsys):
     cut(run / "checkpoints" / "iter_0000001", "*.distcp")
     assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 2
     assert "no checkpoint before it is whole" in words(capsys.readouterr().err)
+
+
+def test_a_checkpoint_that_is_not_there(run, tmp_path, capsys):
+    """The trainer keeps the newest ones only."""
+    gone = run / "checkpoints" / "iter_0000007"
+    arguments = ["export", "--model-name", "tiny", "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--adapter-checkpoint", str(gone)]) == 2
+    said = words(capsys.readouterr().err)
+    assert f"{gone} does not exist" in said, said
+    assert "there is: iter_0000001, iter_0000002, iter_0000003" in said, said
+    assert "--force" not in said and "move" not in said
+
+
+def test_an_export_of_a_run_that_goes_on(run, tmp_path, monkeypatch, capsys):
+    """The newest checkpoint is replaced between being found and being read, then stays."""
+    newest, place = latest_checkpoint(run), run / "checkpoints"
+    load, loaded = source.load_train_state, []
+
+    def load_late(folder: Path, *rest):
+        loaded.append(folder.name)
+        if len(loaded) == 1:
+            (place / "iter_0000003").rename(place / "iter_0000009")
+        return load(folder, *rest)
+
+    monkeypatch.setattr(source, "load_train_state", load_late)
+    out = tmp_path / "out"
+    assert main(["export", "--run", str(run), "--output", str(out), "--check"]) == 0
+    assert loaded == ["iter_0000003", "iter_0000009"]
+    assert newest is not None and not newest.exists()
+
+
+def test_the_check_of_an_export_takes_the_adapter_that_was_exported(run, tmp_path, monkeypatch):
+    """A checkpoint that the run writes in between is another adapter."""
+    place = run / "checkpoints"
+    later = place / "iter_0000003"
+    later.rename(tmp_path / later.name)
+    check = commands_export._check
+
+    def check_later(*arguments):
+        (tmp_path / later.name).rename(later)
+        return check(*arguments)
+
+    monkeypatch.setattr(commands_export, "_check", check_later)
+    out = tmp_path / "out"
+    assert main(["export", "--run", str(run), "--output", str(out), "--check"]) == 0
 
 
 def used(folder: Path) -> int:
