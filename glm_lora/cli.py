@@ -7,10 +7,12 @@ command or a file given is wrong (nothing was started); 1 a run failed; 130 inte
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
@@ -20,7 +22,7 @@ from rich.text import Text
 
 from glm_lora import __version__, commands_export, commands_report, commands_train
 from glm_lora.config import SglangConfig
-from glm_lora.errors import GlmLoraError, RunError, UserError
+from glm_lora.errors import ConfigError, GlmLoraError, RunError, UserError, first_line
 
 app = typer.Typer(
     name="glm-lora",
@@ -37,11 +39,25 @@ T = TypeVar("T")
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    _open_closed_streams()
     output = _Output(sys.stdout)
     with contextlib.redirect_stdout(cast("TextIO", output)):
         code = _run(arguments)
     output.close_if_lost()
     return code
+
+
+def _open_closed_streams() -> None:
+    """What goes to a standard stream that is closed (``>&-``) goes nowhere, as the caller asked.
+
+    In the order of their numbers: each gets its own back, before a file of ours takes it and gets
+    what a library or a process that we start prints.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 class _Output:
@@ -88,14 +104,46 @@ def _run(arguments: list[str]) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
     except GlmLoraError as error:
-        if show_traceback:
-            err.print_exception()
-        _show(error)
-        return error.exit_code
+        return _failed(error, show_traceback)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return _failed(_explained(error), show_traceback)
     except KeyboardInterrupt:
         err.print("stopped")
         return 130
     return 0
+
+
+def _failed(error: GlmLoraError, show_traceback: bool) -> int:
+    """Show an error; its exit code."""
+    if show_traceback:
+        err.print_exception()
+    _show(error)
+    return error.exit_code
+
+
+def _explained(error: OSError) -> GlmLoraError:
+    """An error of the operating system that nothing below has explained, in our words."""
+    named = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    what = f"{named}{error.strerror or first_line(error)}"
+    if error.errno == errno.ENAMETOOLONG:
+        return ConfigError(what, "names of at most 255 bytes", "Name another file or folder")
+    if isinstance(error, FileNotFoundError) and isinstance(error.filename, str):
+        lost = _lost_folder(Path(error.filename))
+        if lost is not None:
+            return RunError(
+                f"the folder {lost} is gone ({what})",
+                "a folder that stays in its place until the command ends",
+                "If it was moved, move it back; a run continues with --resume",
+            )
+    return RunError(what, next_step="Run it again with --traceback to see where")
+
+
+def _lost_folder(file: Path) -> Path | None:
+    """The outermost folder of ``file`` that does not exist."""
+    missing = [folder for folder in file.absolute().parents if not folder.exists()]
+    return missing[-1] if missing else None
 
 
 def _refuse_odd_text(arguments: list[str]) -> None:

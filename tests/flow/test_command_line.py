@@ -12,6 +12,7 @@ import pytest
 from glm_lora import cli
 from glm_lora.cli import main
 from tests.conftest import ROOT
+from tests.prepared import folders
 from tests.report.run_folders import write_run
 from tests.support import words
 
@@ -114,13 +115,68 @@ def test_output_that_nobody_reads():
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-def test_an_error_that_is_none_of_the_output_is_not_blamed_on_it(monkeypatch):
+def test_an_error_that_is_none_of_the_output_is_not_blamed_on_it(call, monkeypatch):
     def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(5, "Input/output error")
+        raise OSError(5, "Input/output error", "/data/file")
 
     monkeypatch.setattr(cli, "app", fail)
-    with pytest.raises(OSError, match="Input/output"):
+    code, text = call("targets")
+    assert code == 1 and "/data/file: Input/output error" in text, text
+    assert "the output" not in text and "Traceback" not in text and "--traceback" in text
+    code, text = call("targets", "--traceback")
+    assert code == 1 and "Traceback" in text, text
+
+
+def test_a_broken_pipe_gets_no_box(monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(BrokenPipeError):
         main(["targets"])
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("arguments", [["targets", "--model-name", "tiny"], ["--help"]])
+def test_a_stream_that_is_closed(arguments, closed):
+    done = run_with_output(closed, True, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+
+
+def test_an_error_while_the_output_is_closed():
+    done = run_with_output(">&-", True, "targets", "--model-name", "tinny")
+    assert done.returncode == 2 and "tinny" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    done = run_with_output("2>&-", True, "targets", "--model-name", "tinny")
+    assert done.returncode == 2
+
+
+LONG = "n" * 260
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "--run", "run", "--output", LONG],
+        ["train", "--model-name", "tiny", "--launcher", "inline", "--prompt-data", LONG],
+        ["report", "--run", "run", "--output", LONG],
+        ["report", "--run", LONG],
+        ["report", "--compare", "run", LONG],
+        ["train", "--model-name", "tiny", "--run-dir", LONG],
+        ["train", "--model-name", "tiny", "--adapter", LONG],
+        ["targets", "--model-name", "tiny", "--hf-checkpoint", LONG],
+        ["prepare", "--model-name", "tiny", "--hf-checkpoint", LONG],
+    ],
+    ids=lambda arguments: " ".join(arguments[:-1]),
+)
+def test_a_name_that_is_too_long_for_any_disk(call, tmp_path, monkeypatch, tiny_root, arguments):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    more = folders(tiny_root) if arguments[0] == "train" else []
+    code, text = call(*arguments, *more)
+    assert code == 2 and LONG in text and "too long" in text, text
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="there is no /proc here")
