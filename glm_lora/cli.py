@@ -137,6 +137,8 @@ def _explained(error: OSError) -> GlmLoraError:
                 "a folder that stays in its place until the command ends",
                 "If it was moved, move it back; a run continues with --resume",
             )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunError(what, "free space on the disk", "Free some, or name a place elsewhere")
     return RunError(what, next_step="Run it again with --traceback to see where")
 
 

@@ -127,6 +127,16 @@ def test_an_error_that_is_none_of_the_output_is_not_blamed_on_it(call, monkeypat
     assert code == 1 and "Traceback" in text, text
 
 
+def test_a_disk_that_is_full_in_the_middle_of_a_command(call, monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device", "/data/file")
+
+    monkeypatch.setattr(cli, "app", fail)
+    code, text = call("train")
+    assert code == 1 and "/data/file: No space left on device" in text, text
+    assert "next: Free some" in text, text
+
+
 def test_a_broken_pipe_gets_no_box(monkeypatch):
     def fail(*args: object, **kwargs: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
