@@ -300,6 +300,8 @@ def _answers(url: str) -> bool:
     try:
         with opener.open(url, timeout=20) as reply:
             return reply.status == 200
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)  # it wants a key: there is more to it than a sign of life
     except (urllib.error.URLError, OSError):
         return False
 

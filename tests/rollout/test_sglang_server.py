@@ -38,7 +38,8 @@ SERVER = """
             print("asked", self.path, flush=True)
             busy = mode == "compiles" and asked.count("/server_info") < 3
             sick = mode == "sick" or busy and self.path == "/server_info"
-            self.send_response(503 if sick else 200)
+            locked = mode == "locked" and self.path == "/server_info"
+            self.send_response(503 if sick else 401 if locked else 200)
             self.end_headers()
         def log_message(self, *args):
             pass
@@ -158,6 +159,15 @@ def test_a_server_that_is_alive_but_compiles_is_not_healthy(options):
     (server,) = start_servers([replace(options, env={"MODE": "compiles"})])
     try:
         assert server.tail().count("asked /server_info") == 3
+    finally:
+        server.stop()
+
+
+def test_a_server_that_asks_for_a_key_is_there(options):
+    """One whose own configuration file names a key does not tell strangers about itself."""
+    server = SglangServer(replace(options, env={"MODE": "locked"}))
+    try:
+        server.wait(limit=30.0)
     finally:
         server.stop()
 
