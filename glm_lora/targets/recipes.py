@@ -23,6 +23,7 @@ from typing import Annotated, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from glm_lora.config import SelectionConfig, build, from_toml
+from glm_lora.errors import ConfigError
 
 _DEFAULTS = SelectionConfig()
 
@@ -53,9 +54,22 @@ class Recipe(BaseModel):
     rank: dict[str, int] = Field(default_factory=dict[str, int])
 
 
+_FORM = (
+    "A recipe has target_modules, lora_rank and the like at its top, without the [selection] of a "
+    "run's config.toml: adapters/attn_mlp.toml is one"
+)
+
+
+def _read(path: Path) -> Recipe:
+    try:
+        return from_toml(Recipe, path)
+    except ConfigError as error:
+        raise ConfigError(error.what, error.expected, error.next_step or _FORM) from error
+
+
 def recipe_description(path: Path) -> str:
     """The recipe's own description; ConfigError as ``load_recipe``."""
-    return from_toml(Recipe, path).description
+    return _read(path).description
 
 
 def load_recipe(path: Path) -> SelectionConfig:
@@ -65,6 +79,6 @@ def load_recipe(path: Path) -> SelectionConfig:
         ConfigError: The file is missing, is no TOML (a key given twice included), or has an
             unknown key, a missing one, or a value of the wrong type or out of range.
     """
-    recipe = from_toml(Recipe, path)
+    recipe = _read(path)
     values = recipe.model_dump(exclude={"description", "rank"})
     return build(SelectionConfig, {**values, "ranks": recipe.rank}, str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -93,6 +94,16 @@ def test_a_broken_recipe(tmp_path: Path, text: str, says: str) -> None:
         load_recipe(path)
     assert says in str(error.value) and str(path) in str(error.value)
     assert error.value.exit_code == 2
+
+
+def test_a_runs_configuration_is_no_recipe_and_the_error_says_what_is(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('model_name = "tiny"\n[selection]\ntarget_modules = "attn"\n')
+    with pytest.raises(ConfigError, match="target_modules is missing") as error:
+        load_recipe(path)
+    assert "at its top, without the [selection]" in error.value.next_step
+    (example,) = re.findall(r"adapters/\S+\.toml", error.value.next_step)
+    load_recipe(ROOT / example)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
