@@ -129,7 +129,7 @@ def train(
     **given: Any,
 ) -> None:
     """Train an adapter: sample, score, train, sync, until the last rollout."""
-    from glm_lora.cluster.plan import outline, on_base
+    from glm_lora.cluster.plan import on_base, outline
 
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format {log_format}", "text or json")

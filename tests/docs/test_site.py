@@ -4,17 +4,14 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import typer.main
 
-from glm_lora.arch.spec import builtin
-from glm_lora.cli import app
-from glm_lora.model.plan import check_topology
-from glm_lora.settings import resolve_train
+from glm_lora.cli import app, main
 from tests.conftest import ROOT
 from tests.tiny_runs import train
 
@@ -24,7 +21,7 @@ ELSEWHERE = {
     "--enable-lora", "--lora-paths", "--lora-backend", "--moe-runner-backend", "--model-path",
     "--disable-shared-experts-fusion", "--lora-target-modules", "--peer", "--no-deps",
     "--sglang-NAME", "--sglang-api-key", "--api-key", "--config", "--host",
-    "--traceback", "--help",
+    "--traceback", "--help", "--shutdown-timeout",
 }  # fmt: skip
 
 
@@ -43,23 +40,34 @@ def test_every_option_that_a_page_names_exists(page):
     assert named <= options() | ELSEWHERE
 
 
-def test_every_shape_on_the_train_page_fits_the_model():
+def shapes() -> list[tuple[str, str, str]]:
+    """Machines, engines and command of the train page's rows that name a GLM model."""
     text = (ROOT / "docs" / "3-train.md").read_text()
-    commands = re.findall(r"`glm-lora (train --model-name GLM[^`]+)`", text)
-    assert len(commands) == 3
-    for command in commands:
-        given = dict(re.findall(r"--([\w-]+) (\S+)", command))
-        parallel = {
-            k.replace("-", "_"): int(v) for k, v in given.items() if k.endswith("parallel-size")
-        }
-        values = {
-            "model_name": given["model-name"],
-            "num_nodes": int(given["num-nodes"]),
-            "num_gpus_per_node": int(given["num-gpus-per-node"]),
-            "parallel": parallel,
-        }
-        config = resolve_train(values, models=Path("m"), ckpts=Path("c"), data=Path("d"))
-        check_topology(builtin(config.model_name), config.parallel, config.world_size)
+    row = r"^\| (\d+ x \d+)[^|]* \| (\d+ of \d+) GPUs \| `glm-lora (train [^`]+)` \|$"
+    return re.findall(row, text, re.MULTILINE)
+
+
+def test_the_train_page_has_every_shape():
+    assert [machines for machines, _, _ in shapes()] == ["1 x 8", "3 x 8", "8 x 4", "16 x 4"]
+
+
+@pytest.mark.parametrize(("machines", "engines", "command"), shapes())
+def test_a_shape_on_the_train_page_is_planned_as_it_stands(
+    machines, engines, command, tmp_path, capsys, monkeypatch
+):
+    """Typed literally where nothing is prepared: the plan, with the engines that the page says."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(command), "--dry-run"]) == 2, "there is no base"
+    captured = capsys.readouterr()
+    assert "there is no base" in captured.err
+    nodes, gpus = map(int, machines.split(" x "))
+    assert len(re.findall(r"^machine \d+: ", captured.out, re.MULTILINE)) == nodes
+    assert f"rank 0 of {nodes * gpus}: " in captured.out
+    count, size = map(int, engines.split(" of "))
+    started = re.findall(r"^  engine (\d+).*on GPU\(s\) ([\d,]+): HTTP", captured.out, re.MULTILINE)
+    assert len({number for number, _ in started}) == count
+    assert sum(len(held.split(",")) for _, held in started) == count * size
 
 
 def test_every_metric_that_a_page_names_is_written(tiny_root, tmp_path):
