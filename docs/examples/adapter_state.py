@@ -7,7 +7,7 @@ import glm_lora
 
 root = Path(sys.argv[1] if len(sys.argv) > 1 else "example")
 
-state: glm_lora.AdapterState = glm_lora.load_adapter(root / "adapter-peft", "tiny")
+state: glm_lora.AdapterState = glm_lora.load_adapter(root / "run" / "adapter", "tiny")
 
 # %% How far has each projection moved? B starts at zero.
 for adapter in state.selection.adapters[:5]:

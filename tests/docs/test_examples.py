@@ -7,8 +7,10 @@ import sys
 import pytest
 
 import glm_lora
+from glm_lora.cli import main
 from glm_lora.errors import ConfigError
 from tests.conftest import ROOT
+from tests.prepared import folders
 
 EXAMPLES = ROOT / "docs" / "examples"
 ORDER = (
@@ -38,6 +40,21 @@ def test_the_examples_run_in_order(tiny_root, capsys, monkeypatch):
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         printed = capsys.readouterr().out
         assert re.search(expected, printed, re.DOTALL | re.IGNORECASE), f"{name}: {printed}"
+
+
+def test_the_entry_about_b_is_true_as_typed(tiny_root, tmp_path, capsys, monkeypatch):
+    text = (ROOT / "docs" / "when-it-breaks.md").read_text()
+    ((options, script, folder),) = re.findall(
+        r"`glm-lora train --model-name tiny ([^`]+)` and then `python (\S+_state\.py) (\w+)`", text
+    )
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "--model-name", "tiny", "--launcher", "inline", *options.split()]
+    assert main([*command, *folders(tiny_root)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", [script, folder])
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    sizes = [float(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert len(sizes) == 5 and min(sizes) > 0
 
 
 def test_unknown_options_are_refused_with_the_nearest():
