@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm_lora import __version__
+from glm_lora.checkpoint.files import errors_name
 from glm_lora.errors import Interrupted, StopNow
 from glm_lora.report.run_folder import EVENTS, SAMPLES, truncate_metrics
 from glm_lora.report.sinks import STEP_KEY
@@ -94,7 +95,8 @@ class RunHistory:
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         stamped = {**row, "time": round(time.time(), 3)}
-        with (self._run / name).open("a", encoding="utf-8") as stream:
+        path = self._run / name
+        with errors_name(path), path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(stamped) + "\n")
 
 
