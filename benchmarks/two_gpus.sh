@@ -7,6 +7,7 @@
 #   serve     SGLang on both GPUs, alone: sglang_h200.sh --tp 2
 #   pair      GPU 0: sglang_train.py, the whole job; GPU 1: train_step.py beside transformers + PEFT
 #   parallel  tests/gpu/multi_gpu.py on both: the bf16 oracle, the adapter's gather, KDA's kernel
+#   sparse    train_step.py at 8k and 32k tokens: --dsa-backend triton on GPU 0, sdpa on GPU 1
 #   kernels   the tests marked gpu, on one
 #
 # The machine's python3 brings torch, transformers, peft and pytest. BUNDLE (default .sglang) holds
@@ -83,6 +84,16 @@ parallel() {
     --only "${ONLY:-adapter,kda,oracle bf16}" --untuned
 }
 
+sparse() {
+  local gpu=0 backend
+  for backend in triton sdpa; do
+    CUDA_VISIBLE_DEVICES=$gpu logged "dsa_$backend" python3 benchmarks/train_step.py --recompute full \
+      --sizes 1x8192,1x32768 --dsa-backend $backend --repeats 3 --json "$results/dsa_$backend.json" &
+    gpu=1
+  done
+  wait
+}
+
 kernels() {
   CUDA_VISIBLE_DEVICES=0 logged kernels python3 -m pytest -q -m gpu tests/gpu \
     --ignore tests/gpu/test_sglang_h200.py
@@ -91,8 +102,8 @@ kernels() {
 for step in "$@"; do
   case $step in
     sites) sites ;;
-    serve | pair | parallel | kernels) ready; "$step" ;;
-    *) echo "unknown step '$step': sites, serve, pair, parallel or kernels" >&2; exit 2 ;;
+    serve | pair | parallel | sparse | kernels) ready; "$step" ;;
+    *) echo "unknown step '$step': sites, serve, pair, parallel, sparse or kernels" >&2; exit 2 ;;
   esac
   tar czf "$out/all.tgz" -C "$results" .
 done
