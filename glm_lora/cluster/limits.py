@@ -9,23 +9,25 @@ from glm_lora.errors import ConfigError
 FEWEST_OPEN_FILES = 256
 """A run of one process has about a hundred open; Ray multiplies that by its own connections."""
 
+ENOUGH_OPEN_FILES = 65_536
+"""What Ray asks for. No more is taken: some programs walk through every number that is allowed."""
 
-def allow_open_files() -> int:
-    """Raise this process's limit, and that of what it starts, as far as the system lets it.
 
-    Returns:
-        The limit.
+def allow_open_files() -> None:
+    """Raise this process's limit, and that of what it starts, as far as is useful and allowed.
 
     Raises:
         ConfigError: It stays below what a run needs.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard < FEWEST_OPEN_FILES:
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now == resource.RLIM_INFINITY:
+        return
+    allowed = ENOUGH_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, ENOUGH_OPEN_FILES)
+    if allowed > now:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    if max(allowed, now) < FEWEST_OPEN_FILES:
         raise ConfigError(
-            f"this process may have {hard} files open",
-            f"at least {FEWEST_OPEN_FILES}; 65,536 where Ray runs",
+            f"this process may have {max(allowed, now)} files open",
+            f"at least {FEWEST_OPEN_FILES}; {ENOUGH_OPEN_FILES:,} where Ray runs",
             "Raise the limit (ulimit -n) in the shell that starts the run",
         )
-    return hard

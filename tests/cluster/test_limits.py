@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from glm_lora.cluster.limits import allow_open_files
 from tests.prepared import folders
 from tests.support import words
 from tests.tiny_runs import LAUNCHER
@@ -31,6 +32,25 @@ def test_too_few_are_refused_before_anything_is_written(tiny_root, tmp_path):
     assert code == 2, said
     assert "this process may have 64 files open" in said and "ulimit -n" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("now", "then"),
+    [
+        ((64, 4096), (4096, 4096)),
+        ((1024, 10**9), (65_536, 10**9)),
+        ((256, resource.RLIM_INFINITY), (65_536, resource.RLIM_INFINITY)),  # as on macOS
+        ((10**6, 10**9), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        ((512, 512), None),
+    ],
+)
+def test_the_limit_is_raised_to_what_ray_wants_and_never_lowered(monkeypatch, now, then):
+    made = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: now)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: made.append(limits))
+    allow_open_files()
+    assert made == ([then] if then else [])
 
 
 @pytest.mark.slow
