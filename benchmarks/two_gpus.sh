@@ -35,11 +35,8 @@ sites() {
   # flash-linear-attention tunes its kernels for minutes: the toy of sglang_train.py does without.
   mapfile -t plain < <(find "$wheels" -name '*.whl' ! -name 'fla*')
   install "$place/plain" "${plain[@]}"
-  for tree in "$bundle"/*.tar.xz; do
-    xz -dc -T0 "$tree" | tar xf - -C "$site"
-    touch "$site/.done-$(basename "$tree")"
-  done
-  for wheel in "$bundle"/*.whl "$wheels"/torch_memory_saver*.whl; do
+  bash benchmarks/unpack_sglang.sh "$bundle" "$site"
+  for wheel in "$wheels"/torch_memory_saver*.whl; do
     if [ -f "$wheel" ]; then install "$site" "$wheel"; fi
   done
   touch "$place/ready"
