@@ -209,8 +209,9 @@ class AdapterSet:
         if ctx.pp_group is not None:
             own = _share_stages(own, shapes, ctx)
         flat = torch.cat([own[key].flatten() for key in shapes]).to(dtype)
-        whole = torch.empty(flat.shape, dtype=dtype, pin_memory=flat.is_cuda).copy_(flat)
-        parts = whole.split([own[key].numel() for key in shapes])
+        if flat.is_cuda:
+            flat = torch.empty(flat.shape, dtype=dtype, pin_memory=True).copy_(flat)
+        parts = flat.split([own[key].numel() for key in shapes])
         return {k: p.view(s).clone() for (k, s), p in zip(shapes.items(), parts, strict=True)}
 
     def _gather_tp(self, own: dict[str, Tensor], ctx: ParallelContext) -> dict[str, Tensor]:

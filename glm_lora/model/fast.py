@@ -115,20 +115,18 @@ def active_paths(dsa_backend: DsaBackend = "auto") -> dict[str, str]:
     """For each part of the model, what computes it on a bfloat16 CUDA tensor of this machine."""
     if not torch.cuda.is_available():
         return dict.fromkeys([*_PARTS, _DSA], "torch (no CUDA device)")
+    parts = dict(_PARTS)
+    if dsa_backend == "triton":
+        parts[_DSA] = ("fused", "triton, chosen tokens only")
     found = {
         part: kernel if (reason := missing(path)) is None else f"torch ({reason})"
-        for part, (path, kernel) in _PARTS.items()
+        for part, (path, kernel) in parts.items()
     }
-    if dsa_backend == "triton":
-        reason = missing("fused")
-        found[_DSA] = "triton, chosen tokens only" if reason is None else f"torch ({reason})"
-    else:
-        found[_DSA] = "SDPA with masks"
+    found.setdefault(_DSA, "SDPA with masks")
     return found
 
 
 _DSA = "DSA above index_topk"
-
 
 _PARTS: dict[str, tuple[Path, str]] = {
     "KDA delta rule": ("delta_rule", "flash-linear-attention chunk_kda"),
