@@ -115,11 +115,21 @@ def test_output_that_nobody_reads():
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-def test_an_error_that_is_none_of_the_output_is_not_blamed_on_it(call, monkeypatch):
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(5, "Input/output error", "/data/file")
+@pytest.fixture
+def failing(monkeypatch):
+    """Every command ends with the error that is given."""
 
-    monkeypatch.setattr(cli, "app", fail)
+    def fail_with(error: Exception) -> None:
+        def fail(*args: object, **kwargs: object) -> None:
+            raise error
+
+        monkeypatch.setattr(cli, "app", fail)
+
+    return fail_with
+
+
+def test_an_error_that_is_none_of_the_output_is_not_blamed_on_it(call, failing):
+    failing(OSError(5, "Input/output error", "/data/file"))
     code, text = call("targets")
     assert code == 1 and "/data/file: Input/output error" in text, text
     assert "the output" not in text and "Traceback" not in text and "--traceback" in text
@@ -127,21 +137,15 @@ def test_an_error_that_is_none_of_the_output_is_not_blamed_on_it(call, monkeypat
     assert code == 1 and "Traceback" in text, text
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_command(call, monkeypatch):
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(28, "No space left on device", "/data/file")
-
-    monkeypatch.setattr(cli, "app", fail)
+def test_a_disk_that_is_full_in_the_middle_of_a_command(call, failing):
+    failing(OSError(28, "No space left on device", "/data/file"))
     code, text = call("train")
     assert code == 1 and "/data/file: No space left on device" in text, text
     assert "next: Free some" in text, text
 
 
-def test_a_broken_pipe_gets_no_box(monkeypatch):
-    def fail(*args: object, **kwargs: object) -> None:
-        raise BrokenPipeError(32, "Broken pipe")
-
-    monkeypatch.setattr(cli, "app", fail)
+def test_a_broken_pipe_gets_no_box(failing):
+    failing(BrokenPipeError(32, "Broken pipe"))
     with pytest.raises(BrokenPipeError):
         main(["targets"])
 
