@@ -18,7 +18,7 @@ from glm_lora.cli import main
 from glm_lora.fingerprint import fingerprint_tensors
 from glm_lora.report.run_data import read_lines
 from tests.prepared import folders, tiny_train_config
-from tests.support import close, words
+from tests.support import close, close_as_a_whole, words
 from tests.tiny_runs import LAUNCHER, adapter, metric, train
 
 
@@ -190,7 +190,8 @@ def test_more_ranks_train_the_same_adapter(tiny_root, tmp_path, whole_run, ranks
     )
     assert one.keys() == many.keys()
     for key, value in one.items():
-        torch.testing.assert_close(many[key], value, rtol=1e-3, atol=1e-5)
+        why = f"{key}: rounding through AdamW, at most 1.2e-4 on AVX-512, AVX2 and SSE"
+        close_as_a_whole(many[key], value, why, rtol=2e-3)
 
 
 def test_the_base_is_bit_equal_after_training(whole_run, tiny):
