@@ -87,6 +87,7 @@ class _Output:
         try:
             return function(*arguments)
         except BrokenPipeError:
+            self._lost = True
             raise  # nobody reads any more: rich and typer end quietly
         except OSError as error:
             self._lost = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from glm_lora.config import (
     TrainConfig,
     build,
 )
-from glm_lora.errors import ConfigError
+from glm_lora.errors import ConfigError, GlmLoraError, RunError
 from glm_lora.options import collect, merge, path_option, with_options
 
 if TYPE_CHECKING:
@@ -202,7 +203,12 @@ def _train_checked(
 
     if log_format == "json":
         log = JsonListener(typer.echo if leading else lambda line: None)
-        folder = run_training(checked, log, resume=resume, force=force)
+        try:
+            folder = run_training(checked, log, resume=resume, force=force)
+        except GlmLoraError as error:
+            with contextlib.suppress(BrokenPipeError, RunError):  # it may be what ended the run
+                log.failed(error)
+            raise
         if folder is not None:
             log.event("finished", run_dir=str(folder.path))
         return
@@ -257,12 +263,22 @@ def prepare(
     out.print(f"fingerprint {result.fingerprint}")
 
 
+def _shape(config: TrainConfig) -> str:
+    """How several ranks share the model, in the words of the options."""
+    if config.world_size == 1:
+        return ""
+    shape = config.parallel
+    tp, pp = shape.tensor_model_parallel_size, shape.pipeline_model_parallel_size
+    ep, dp = shape.expert_model_parallel_size, config.world_size // (tp * pp)
+    return f" (TP {tp}, PP {pp}, DP {dp}, EP {ep})"
+
+
 def _announce(wanted: Outline) -> None:
     config, selection = wanted.config, wanted.selection
     out.print(
         f"{config.model_name}: {selection.num_sites} projections, "
         f"{selection.trainable_parameters:,} trainable parameters at rank {selection.rank}; "
-        f"{config.launcher}, {config.world_size} trainer rank(s), "
+        f"{config.launcher}, {config.world_size} trainer rank(s){_shape(config)}, "
         f"{config.rollout.rollout_engine} engine; {config.rollout.num_rollout} rollouts of "
         f"{config.rollout.rollout_batch_size} x {config.rollout.n_samples_per_prompt} samples; "
         f"about {wanted.memory.total / 2**30:.3g} GiB on the fullest trainer rank",

@@ -18,7 +18,12 @@ from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.cluster.limits import allow_open_files
 from glm_lora.cluster.placement import Placement
 from glm_lora.cluster.plan import Plan
-from glm_lora.cluster.stopping import stop_on_signal, stoppable_start
+from glm_lora.cluster.stopping import (
+    HeardOrStopped,
+    output_blamed,
+    stop_on_signal,
+    stoppable_start,
+)
 from glm_lora.config import RolloutConfig, TrainConfig
 from glm_lora.errors import (
     ConfigError,
@@ -116,7 +121,9 @@ def train(
         _follow_rank_zero(plan, world)
         return None
     with contextlib.ExitStack() as outer:
-        stop = outer.enter_context(stop_on_signal(listener))
+        stop = StopRequest()
+        listener = HeardOrStopped(listener, stop)
+        outer.enter_context(stop_on_signal(stop, listener))
         with stoppable_start(stop, None):
             text = load_text(plan)
             outer.callback(text.reward.close)
@@ -134,6 +141,7 @@ def train(
             jobs: list[Job] = []
             # The last one tells how the run ended; this is called last.
             stack.push(lambda *error: _ended(folder, jobs, *error))
+            stack.enter_context(output_blamed(stop))
             listener.phase("starting")
             for row in text.data.bad_rows:
                 listener.note(f"left out: {row}")

@@ -1,4 +1,4 @@
-"""Ending a run on a signal, whatever it is doing: sampling, an update, or still starting."""
+"""Ending a run on a signal or for want of an output, whatever it is doing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
 from glm_lora.checkpoint.train_state import latest_checkpoint
-from glm_lora.errors import Interrupted, StopNow
+from glm_lora.errors import Interrupted, RunError, StopNow
 from glm_lora.report.console import Listener
 from glm_lora.train.job import StopRequest
 
@@ -24,8 +24,68 @@ AGAIN = 0.05
 """Seconds after which what a handler raised, and Python dropped, is raised again."""
 
 
+class HeardOrStopped:
+    """Passes on what a run says; once that cannot be written, the run is to save and stop.
+
+    A reader that has gone (``| head``), a terminal that is closed and a log on a full disk must
+    not cost what was trained, nor may a long run go on where nobody sees it.
+
+    Args:
+        listener: What may fail.
+        request: Set when it does.
+    """
+
+    def __init__(self, listener: Listener, request: StopRequest) -> None:
+        self._listener = listener
+        self._request = request
+        self._lost = False
+
+    def phase(self, name: str) -> None:
+        """Pass on."""
+        self._pass_on(lambda: self._listener.phase(name))
+
+    def rollout(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass on."""
+        self._pass_on(lambda: self._listener.rollout(step, metrics))
+
+    def note(self, text: str) -> None:
+        """Pass on."""
+        self._pass_on(lambda: self._listener.note(text))
+
+    def _pass_on(self, say: Callable[[], None]) -> None:
+        if self._lost:
+            return
+        try:
+            say()
+            return
+        except Interrupted:  # by a signal that came meanwhile
+            raise
+        except (BrokenPipeError, SystemExit):  # rich ends the program where a pipe is broken
+            why = "nobody reads the output any more"
+        except RunError as error:
+            why = error.what
+        self._lost = True
+        if not self._request.requested:
+            self._request.requested, self._request.lost_output = True, why
+
+
 @contextlib.contextmanager
-def stop_on_signal(listener: Listener) -> Iterator[StopRequest]:
+def output_blamed(stop: StopRequest) -> Iterator[None]:
+    """A run that stopped for want of an output failed; one that was asked to stop did not.
+
+    Raises:
+        RunError: Why the output is lost, and what was saved.
+    """
+    try:
+        yield
+    except Interrupted as error:
+        if not stop.lost_output:
+            raise
+        raise RunError(f"{stop.lost_output}: {error.what}", next_step=error.next_step) from error
+
+
+@contextlib.contextmanager
+def stop_on_signal(request: StopRequest, listener: Listener) -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP ask the loop to save and stop; a second one stops at once.
 
     SIGHUP is what a lost terminal sends; under ``nohup`` it stays ignored.
@@ -34,21 +94,23 @@ def stop_on_signal(listener: Listener) -> Iterator[StopRequest]:
     then the run ends without it, and the last checkpoint stands.
 
     Args:
+        request: Set by the first signal.
         listener: Told that the run is stopping.
 
     Raises:
-        Interrupted: An update was given up, or the signal came between two blocks that save.
-        KeyboardInterrupt: There was a second signal.
+        Interrupted: An update was given up, the signal came between two blocks that save, or
+            there was a second one.
     """
-    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield
         return
     with _Signals(request, listener):
         try:
-            yield request
+            yield
         except StopNow as error:
             raise Interrupted("stopped; what was saved before stands") from error
+        except KeyboardInterrupt as error:
+            raise Interrupted("stopped at once; what was saved before stands") from error
 
 
 class _Signals:
@@ -62,6 +124,7 @@ class _Signals:
     def __init__(self, request: StopRequest, listener: Listener) -> None:
         self._request = request
         self._listener = listener
+        self._signalled = False
         self._at_once = False
 
     def __enter__(self) -> None:
@@ -84,10 +147,10 @@ class _Signals:
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         request = self._request
-        if request.requested:
+        if self._signalled:
             self._at_once = True
             raise KeyboardInterrupt
-        request.requested = True
+        self._signalled = request.requested = True
         request.deadline = time.monotonic() + STOP_LIMIT
         # What is saved is known, and said, at the end. Where the signal came in the middle of a
         # write to the same stream, the line cannot be written.

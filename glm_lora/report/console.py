@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 from glm_lora.checkpoint.progress import Progress, Report
+from glm_lora.errors import GlmLoraError, Interrupted
 from glm_lora.protocols import LOGPROB_DIFF
 from glm_lora.report.sinks import jsonable
 
@@ -160,6 +161,16 @@ class JsonListener:
     def event(self, event: str, **facts: Any) -> None:
         """Say that something happened."""
         self._write(json.dumps({"event": event, **facts}, allow_nan=False))
+
+    def failed(self, error: GlmLoraError) -> None:
+        """Say which error ends the run: ``stopped`` when it was asked to, else ``failed``."""
+        self.event(
+            "stopped" if isinstance(error, Interrupted) else "failed",
+            error=type(error).__name__,
+            what=error.what,
+            expected=error.expected,
+            next_step=error.next_step,
+        )
 
     def phase(self, name: str) -> None:
         """Say that a phase begins."""

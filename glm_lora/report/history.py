@@ -66,8 +66,6 @@ class RunHistory:
         if error is None:
             self._append(EVENTS, {"event": FINISHED})
             return
-        if isinstance(error, SystemExit) and error.__context__ is not None:
-            error = error.__context__  # the console ends the program when its output is closed
         stopped = isinstance(error, Interrupted | StopNow | KeyboardInterrupt)
         self._append(
             EVENTS,

@@ -95,6 +95,8 @@ class StopRequest:
     """Who waits calls ``check``; else the handler itself raises (Ray's own code does not allow)."""
     deadline: float = math.inf
     """When an update that is still running is given up (``time.monotonic``)."""
+    lost_output: str = ""
+    """Why the run cannot be heard any more, if that is what stops it."""
 
     def check(self) -> None:
         """End what the run waits for now, when it is to.

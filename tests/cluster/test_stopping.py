@@ -68,7 +68,7 @@ def pending() -> bool:
 
 
 @pytest.mark.parametrize("launcher", ["ray", "inline"])
-def test_a_second_signal_ends_at_once_in_one_line(tiny_root, tmp_path, launcher):
+def test_a_second_signal_ends_at_once_in_one_box(tiny_root, tmp_path, launcher):
     with Run(tiny_root, tmp_path / "run", *LONG, launcher=launcher) as run:
         run.until(lambda: len(run.records()) >= 1, "a rollout")
         if launcher == "ray":
@@ -83,6 +83,7 @@ def test_a_second_signal_ends_at_once_in_one_line(tiny_root, tmp_path, launcher)
         _, left = psutil.wait_procs(below, timeout=30)
         assert not left, [p.cmdline() for p in left]
     assert "Traceback" not in run.text(), run.text()
-    said = [line for line in run.text()[first:].splitlines() if line.strip()]
-    assert len(said) <= 1, said
+    top, *inside, bottom = run.text()[first:].strip().splitlines()
+    assert "Interrupted" in top and len(inside) == 1 and not bottom.strip("\u2500\u2570\u256f")
+    assert "stopped at once; what was saved before stands" in inside[0]
     assert last_event(run.dir)["event"] == "stopped"

@@ -45,3 +45,16 @@ def test_the_command_prints_nothing_but_json(tiny_root, tmp_path, capfd):
     assert [e["step"] for e in events if e["event"] == "rollout"] == [0, 1]
     assert events[-1] == {"event": "finished", "run_dir": str(run)}
     assert train(tiny_root, run, "--log-format", "yaml") == 2
+
+
+def test_what_ends_a_run_is_an_event_too(tiny_root, tmp_path, capfd):
+    run = tmp_path / "run"
+    options = ["--num-rollout", "1", "--log-format", "json"]
+    assert train(tiny_root, run, *options) == 0
+    capfd.readouterr()
+    assert train(tiny_root, run, *options) == 2
+    told = capfd.readouterr()
+    (event,) = [json.loads(line) for line in told.out.splitlines()]
+    assert event["event"] == "failed" and event["error"] == "ConfigError"
+    assert str(run) in event["what"] and "--resume" in event["expected"] + event["next_step"]
+    assert event["what"].split()[0] in told.err, "people find it where they look for it"
