@@ -63,6 +63,10 @@ class DataError(UserError):
     """A prompt file or a reward cannot be used."""
 
 
+MAKE_AGAIN = "Run glm-lora prepare --force with the --model-name and folders of the first time"
+"""The next step where something that ``prepare`` made is damaged."""
+
+
 class CheckpointError(GlmLoraError, OSError):
     """A checkpoint is missing, truncated or not the expected one."""
 

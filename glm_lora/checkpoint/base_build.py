@@ -40,7 +40,7 @@ from glm_lora.checkpoint.files import (
 from glm_lora.checkpoint.manifest import MANIFEST, BaseManifest, read_manifest
 from glm_lora.checkpoint.progress import Progress, Report, silent
 from glm_lora.checkpoint.torch_dist import RELEASE, TRACKER
-from glm_lora.errors import CheckpointError
+from glm_lora.errors import MAKE_AGAIN, CheckpointError
 from glm_lora.fingerprint import fingerprint, tensor_bytes
 
 PARTIAL = f"{RELEASE}.partial"
@@ -253,5 +253,5 @@ def verify_base(ref_load: Path, manifest: BaseManifest, report: Report = silent)
             raise CheckpointError(
                 f"{record.key} in {release} is not what was written (its sha256 differs)",
                 record.sha256,
-                "Run glm-lora prepare --force",
+                MAKE_AGAIN,
             )

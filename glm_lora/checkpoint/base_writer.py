@@ -38,7 +38,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from glm_lora.arch.projections import Param
 from glm_lora.checkpoint.files import write_atomic
-from glm_lora.errors import CheckpointError
+from glm_lora.errors import MAKE_AGAIN, CheckpointError
 from glm_lora.fingerprint import TensorRecord, tensor_bytes
 
 _CRC_OPTION = threading.Lock()
@@ -258,7 +258,7 @@ def read_chunk(release: Path, metadata: Metadata, key: str, offsets: torch.Size)
         raise CheckpointError(
             f"{path} is damaged at {key}: {error}",
             "a complete data file",
-            "Run glm-lora prepare --force",
+            MAKE_AGAIN,
         ) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from glm_lora.arch.agreement import differences
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.checkpoint.torch_dist import release_folder
-from glm_lora.errors import CheckpointError
+from glm_lora.errors import MAKE_AGAIN, CheckpointError
 from glm_lora.fingerprint import TensorRecord, fingerprint
 
 MANIFEST = "manifest.json"
@@ -54,7 +54,6 @@ def read_manifest(ref_load: Path) -> BaseManifest:
         CheckpointError: No finished base, or a manifest that is damaged or of another version.
     """
     path = release_folder(ref_load) / MANIFEST
-    again = "Run glm-lora prepare --force"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
@@ -70,11 +69,15 @@ def read_manifest(ref_load: Path) -> BaseManifest:
     except CheckpointError:
         raise
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist", "a base with its manifest", again) from None
+        raise CheckpointError(
+            f"{path} does not exist", "a base with its manifest", MAKE_AGAIN
+        ) from None
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error!r}", "a manifest", again) from error
+        raise CheckpointError(
+            f"{path} cannot be used: {error!r}", "a manifest", MAKE_AGAIN
+        ) from error
     if fingerprint(tensors) != manifest.fingerprint:
-        raise CheckpointError(f"{path} does not match its own fingerprint", "", again)
+        raise CheckpointError(f"{path} does not match its own fingerprint", "", MAKE_AGAIN)
     return manifest
 
 
@@ -92,9 +95,7 @@ def check_base(ref_load: Path, spec: ModelSpec) -> BaseManifest:
         found = path.stat().st_size if path.exists() else None
         if found != size:
             what = "is missing" if found is None else f"has {found:,} bytes"
-            raise CheckpointError(
-                f"{path} {what}", f"{size:,} bytes", "Run glm-lora prepare --force"
-            )
+            raise CheckpointError(f"{path} {what}", f"{size:,} bytes", MAKE_AGAIN)
     return manifest
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from glm_lora.arch.projections import Param, all_params
 from glm_lora.arch.spec import ModelSpec
-from glm_lora.errors import CheckpointError
+from glm_lora.errors import MAKE_AGAIN, CheckpointError
 from glm_lora.model.parallel import ParallelContext, init_single_process
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def release_folder(ref_load: Path) -> Path:
         raise CheckpointError(
             f"{ref_load} {what} ({TRACKER} is missing)",
             "a torch_dist base",
-            "Run glm-lora prepare",
+            "Run glm-lora prepare with its --model-name and --ref-load",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{tracker} cannot be read: {error}") from error
@@ -174,9 +174,7 @@ def release_folder(ref_load: Path) -> Path:
         )
     release = ref_load / RELEASE
     if not (release / ".metadata").exists():
-        raise CheckpointError(
-            f"{release} has no .metadata", "a complete base", "Run glm-lora prepare --force"
-        )
+        raise CheckpointError(f"{release} has no .metadata", "a complete base", MAKE_AGAIN)
     return release
 
 

@@ -24,7 +24,7 @@ from transformers import Cache, DynamicCache, Glm5NextForConditionalGeneration
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextTopkRouter
 
 from glm_lora.arch.spec import spec_from_dir
-from glm_lora.errors import CheckpointError, RolloutError, SyncError
+from glm_lora.errors import MAKE_AGAIN, CheckpointError, RolloutError, SyncError
 from glm_lora.model.hf_hooks import fit_kda_chunks
 from glm_lora.targets.selection import Selection
 
@@ -229,7 +229,7 @@ def _load_base(folder: Path, dtype: torch.dtype) -> Glm5NextForConditionalGenera
         raise CheckpointError(
             f"{folder} cannot be loaded: {error}",
             "a Hugging Face checkpoint of glm5_next",
-            "Build it again with glm-lora prepare --force",
+            MAKE_AGAIN,
         ) from error
     model, info = loaded
     missing = [k for k in info["missing_keys"] if ".visual." not in k]
@@ -238,7 +238,7 @@ def _load_base(folder: Path, dtype: torch.dtype) -> Glm5NextForConditionalGenera
         raise CheckpointError(
             f"{folder} has no usable weight for {odd[0]} ({len(odd)} in all)",
             "every parameter of the text model",
-            "Build it again with glm-lora prepare --force",
+            MAKE_AGAIN,
         )
     model.model.visual = nn.Identity()  # prompts are text; the tower would only hold memory
     return model

@@ -323,11 +323,13 @@ def test_a_dry_run_prints_the_plan_before_it_asks_for_a_base(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     shape = ["--num-nodes", "3", "--num-gpus-per-node", "8", "--ray-address", "auto"]
+    shape += ["--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "8"]
     command = ["train", "--model-name", "GLM-5.3-Flash", *shape, "--sglang-python", "X"]
     assert main([*command, "--dry-run"]) == 2
     captured = capsys.readouterr()
     printed, said = words(captured.out), words(captured.err)
     assert "485 projections, 65,955,840 trainable parameters at rank 16" in printed
+    assert "24 trainer rank(s) (TP 2, PP 1, DP 12, EP 8)" in printed
     assert "GiB on the fullest trainer rank" in printed
     assert "rank 23 of 24: CUDA_VISIBLE_DEVICES=7" in printed
     assert "engine 2 on GPU(s) 0,1,2,3,4,5,6,7" in printed
