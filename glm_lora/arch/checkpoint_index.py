@@ -1,8 +1,6 @@
 """What lies in a checkpoint folder, read from its index and its shards' headers (no torch).
 
-A safetensors file starts with the length of its header (8 bytes, little endian) and the header, a
-JSON object from tensor name to dtype, shape and place. Reading the headers of a whole checkpoint
-takes a fraction of a second and reads no weight.
+Reading the headers of a whole checkpoint takes a fraction of a second and reads no weight.
 """
 
 from __future__ import annotations
@@ -12,9 +10,10 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from glm_lora.arch.projections import LAYERS_PREFIX, Site, trainable_sites
+from glm_lora.arch.safetensors_header import HeaderEntry, read_header
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.errors import CheckpointError, ModelError
 
@@ -26,16 +25,6 @@ FP8 = "F8_E4M3"
 BLOCK = 128
 """Side of the square blocks of an FP8 weight that share one scale."""
 SCALE_SUFFIX = "_scale_inv"
-MAX_HEADER = 100_000_000
-"""Bytes of the largest header that safetensors allows."""
-
-
-class TensorInfo(NamedTuple):
-    """One tensor on disk."""
-
-    dtype: str
-    """safetensors' name: ``BF16``, ``F32``, ``F8_E4M3``, ..."""
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -77,18 +66,18 @@ class CheckpointIndex:
             "Download the missing file",
         )
 
-    def headers(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+    def headers(self, names: Iterable[str]) -> dict[str, HeaderEntry]:
         """Dtype and shape of the named tensors, read from the files that hold them.
 
         Raises:
             CheckpointError: A file is missing, truncated, or lacks a tensor the index puts there.
         """
         wanted = list(names)
-        found: dict[str, TensorInfo] = {}
+        found: dict[str, HeaderEntry] = {}
         for shard in dict.fromkeys(self.weight_map[name] for name in wanted):
             if not (self.path.parent / shard).is_file():
                 raise self._missing(shard)
-            found.update(read_header(self.path.parent / shard))
+            found.update(read_header(self.path.parent / shard).entries)
         for name in wanted:
             if name not in found:
                 raise CheckpointError(
@@ -114,7 +103,7 @@ def read_index(folder: Path) -> CheckpointIndex | None:
         single = path.with_name(SINGLE_FILE)
         if not single.exists():
             return None
-        return CheckpointIndex(single, dict.fromkeys(read_header(single), SINGLE_FILE))
+        return CheckpointIndex(single, dict.fromkeys(read_header(single).entries, SINGLE_FILE))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -159,42 +148,6 @@ def parse_index(text: str, path: Path, source: str = "") -> CheckpointIndex:
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales of a quantised matrix: one per started block."""
     return tuple(-(-size // BLOCK) for size in shape)
-
-
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file.
-
-    Raises:
-        CheckpointError: The file is missing, truncated or no safetensors file.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            total = path.stat().st_size
-            text = file.read(length) if 2 <= length <= min(MAX_HEADER, total - 8) else b""
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", "a safetensors file") from error
-    try:
-        entries = cast("dict[str, Any]", json.loads(text))
-        tensors = {
-            name: TensorInfo(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-        data = max(
-            (int(e["data_offsets"][1]) for n, e in entries.items() if n in tensors), default=0
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is no complete safetensors file", "a safetensors file", "Download it again"
-        ) from error
-    if 8 + length + data > total:
-        raise CheckpointError(
-            f"{path} has {total} bytes but its header promises {8 + length + data}",
-            "a complete safetensors file",
-            "Download it again",
-        )
-    return tensors
 
 
 def verify_sites(index: CheckpointIndex, spec: ModelSpec) -> int:
@@ -242,7 +195,7 @@ def _refuse_other_architecture(index: CheckpointIndex) -> None:
         )
 
 
-def _verify_scales(index: CheckpointIndex, infos: Mapping[Site, TensorInfo]) -> None:
+def _verify_scales(index: CheckpointIndex, infos: Mapping[Site, HeaderEntry]) -> None:
     quantised = [site for site, info in infos.items() if info.dtype == FP8]
     names = {site: _weight(site) + SCALE_SUFFIX for site in quantised}
     for site, name in names.items():

@@ -1,22 +1,14 @@
-"""One safetensors file: its header, checked, and rows of its tensors, read without the rest.
-
-Format (safetensors specification): 8 bytes with the header's length (little endian), the header as
-JSON (name -> dtype, shape, begin and end of the data), then the data in row-major order.
-"""
+"""One safetensors file: its identity, and rows of its tensors, read without the rest."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from glm_lora.arch.checkpoint_index import MAX_HEADER
+from glm_lora.arch.safetensors_header import damaged, read_header
 from glm_lora.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -34,7 +26,6 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _SAMPLE = 2**20
-_DAMAGED = "Download this file again"
 
 
 @dataclass(frozen=True)
@@ -76,79 +67,13 @@ class SafetensorsFile:
 
 
 def open_file(path: Path) -> SafetensorsFile:
-    """Read and check the header of a safetensors file.
-
-    Raises:
-        CheckpointError: Missing, truncated, too long, or with a header that is damaged: not JSON, a
-            name twice, an unknown dtype, or sizes that do not agree with shapes.
-    """
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            raw_length = file.read(8)
-            length = int.from_bytes(raw_length, "little")
-            if len(raw_length) < 8 or size < 8 + length or length > MAX_HEADER:
-                raise _damaged(path, f"{size:,} bytes cannot hold a header of {length:,} bytes")
-            raw = file.read(length)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist", "a safetensors file") from None
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    header = _parse(path, raw)
-    entries = {name: _entry(path, name, item, 8 + length) for name, item in header.items()}
-    _check_layout(path, entries, 8 + length, size)
-    return SafetensorsFile(path, entries, size, 8 + length, hashlib.sha256(raw).hexdigest())
-
-
-def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {why}", "a complete safetensors file", _DAMAGED)
-
-
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(n for n in names if names.count(n) > 1)
-            raise _damaged(path, f"{twice!r} is in the header twice")
-        return table
-
-    try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise _damaged(path, f"its header is not JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise _damaged(path, "its header is not a JSON object")
-    header.pop("__metadata__", None)
-    return header
-
-
-def _entry(path: Path, name: str, item: Any, data_start: int) -> TensorEntry:
-    try:
-        dtype_name, shape = item["dtype"], tuple(item["shape"])
-        begin, end = item["data_offsets"]
-        whole = [n for n in (*shape, begin, end) if isinstance(n, int) and n >= 0]
-    except (KeyError, TypeError, ValueError):
-        raise _damaged(path, f"the header entry of {name!r} is {item!r}") from None
-    if len(whole) != len(shape) + 2 or dtype_name not in DTYPES:
-        raise _damaged(path, f"the header entry of {name!r} is {item!r}")
-    dtype = DTYPES[dtype_name]
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise _damaged(path, f"{name!r} {shape} {dtype_name} has {end - begin} bytes")
-    return TensorEntry(name, path, dtype, shape, data_start + begin, end - begin)
-
-
-def _check_layout(path: Path, entries: dict[str, TensorEntry], start: int, size: int) -> None:
-    position = start
-    for entry in sorted(entries.values(), key=lambda e: (e.offset, e.nbytes)):
-        if entry.offset != position:
-            raise _damaged(path, f"{entry.name!r} does not follow on the tensor before it")
-        position += entry.nbytes
-    if position != size:
-        what = "truncated" if size < position else "longer than its header says"
-        raise _damaged(path, f"it is {what} ({size:,} bytes, {position:,} expected)")
+    """Open a safetensors file by its header; CheckpointError as ``read_header``."""
+    header = read_header(path)
+    entries = {
+        e.name: TensorEntry(e.name, path, DTYPES[e.dtype], e.shape, e.offset, e.nbytes)
+        for e in header.entries.values()
+    }
+    return SafetensorsFile(path, entries, header.size, header.data_start, header.sha256)
 
 
 def read_rows(entry: TensorEntry, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -176,7 +101,7 @@ def read_into(entry: TensorEntry, start: int, out: torch.Tensor) -> None:
             while done < len(view):
                 count = file.readinto(view[done:])
                 if not count:
-                    raise _damaged(entry.path, f"it ends inside {entry.name!r}")
+                    raise damaged(entry.path, f"it ends inside {entry.name!r}")
                 done += count
     except CheckpointError:
         raise

@@ -12,25 +12,16 @@ from glm_lora.arch.checkpoint_index import (
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointIndex,
-    read_header,
     read_index,
     verify_sites,
 )
 from glm_lora.arch.projections import trainable_sites
+from glm_lora.arch.safetensors_header import read_header
 from glm_lora.arch.spec import FULL, TINY
 from glm_lora.errors import CheckpointError, GlmLoraError, ModelError
+from tests.hollow import write_hollow
 
 SITES = trainable_sites(TINY)
-
-
-def shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], data: bytes = b"") -> None:
-    """A safetensors file; without ``data`` all tensors share no bytes."""
-    header = {
-        name: {"dtype": dtype, "shape": list(shape), "data_offsets": [0, len(data)]}
-        for name, (dtype, shape) in tensors.items()
-    }
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def tensors(dtype: str = "BF16") -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -40,7 +31,7 @@ def tensors(dtype: str = "BF16") -> dict[str, tuple[str, tuple[int, ...]]]:
 def write(folder: Path, files: dict[str, dict[str, tuple[str, tuple[int, ...]]]]) -> Path:
     weight_map: dict[str, str] = {}
     for name, content in files.items():
-        shard(folder / name, content)
+        write_hollow(folder / name, content)
         weight_map.update(dict.fromkeys(content, name))
     (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
@@ -129,7 +120,7 @@ def test_an_index_that_names_a_missing_shard(tmp_path: Path) -> None:
 
 def test_an_index_that_names_the_wrong_shard(tmp_path: Path) -> None:
     write(tmp_path, {"a.safetensors": tensors()})
-    shard(tmp_path / "a.safetensors", {"other": ("F32", (1,))})
+    write_hollow(tmp_path / "a.safetensors", {"other": ("F32", (1,))})
     refused(tmp_path, CheckpointError, "which does not hold it")
 
 
@@ -176,14 +167,14 @@ def test_an_index_that_is_a_folder(tmp_path: Path) -> None:
 def test_a_file_that_is_no_safetensors(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / SINGLE_FILE
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="no complete safetensors file"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         read_header(path)
 
 
 def test_a_truncated_shard(tmp_path: Path) -> None:
     path = tmp_path / SINGLE_FILE
-    shard(path, {"a": ("U8", (10,))}, b"0123456789")
-    assert read_header(path)["a"].shape == (10,)
+    write_hollow(path, {"a": ("U8", (10,))})
+    assert read_header(path).entries["a"].shape == (10,)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="its header promises"):
+    with pytest.raises(CheckpointError, match="is damaged: it is truncated"):
         read_header(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from glm_lora.arch.checkpoint_index import read_header
 from glm_lora.arch.foreign import MTP_LAYER, mtp_modules, vision_modules
 from glm_lora.arch.projections import (
     LAYERS_PREFIX,
@@ -14,6 +13,7 @@ from glm_lora.arch.projections import (
     layer_rows,
     trainable_sites,
 )
+from glm_lora.arch.safetensors_header import read_header
 from glm_lora.arch.spec import FULL, TINY, spec_from_dir
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "glm5_3_flash_sites.tsv"
@@ -67,7 +67,7 @@ def test_vision_names_are_transformers(flash_on_meta) -> None:
 def test_disk_names_and_shapes_are_those_transformers_writes(base: Path) -> None:
     theirs = {
         name: info.shape
-        for name, info in read_header(base / "model.safetensors").items()
+        for name, info in read_header(base / "model.safetensors").entries.items()
         if ".visual." not in name
     }
     ours: dict[str, tuple[int, ...]] = {}

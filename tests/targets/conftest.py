@@ -1,5 +1,4 @@
 import json
-import struct
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,10 +7,11 @@ import pytest
 from glm_lora.arch.checkpoint_index import INDEX_FILE
 from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import ModelSpec
+from tests.hollow import write_hollow
 
 
 def write_model(folder: Path, spec: ModelSpec, *, index: bool = True) -> Path:
-    """config.json, index and shard headers of ``spec``; the shards hold no weights."""
+    """config.json, index and shard headers of ``spec``; the weights are holes."""
     folder.mkdir(exist_ok=True)
     text = asdict(spec)
     text["eos_token_id"] = list(text.pop("eos_token_ids"))
@@ -22,18 +22,13 @@ def write_model(folder: Path, spec: ModelSpec, *, index: bool = True) -> Path:
     weight_map: dict[str, str] = {}
     for layer in range(spec.num_hidden_layers):
         shard = f"model-{layer:05}.safetensors"
-        header = {
-            f"{s.disk_name}.weight": {
-                "dtype": "BF16",
-                "shape": list(s.shape),
-                "data_offsets": [0, 0],
-            }
+        tensors = {
+            f"{s.disk_name}.weight": ("BF16", s.shape)
             for s in trainable_sites(spec)
             if s.layer == layer
         }
-        weight_map.update(dict.fromkeys(header, shard))
-        encoded = json.dumps(header).encode()
-        (folder / shard).write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+        weight_map.update(dict.fromkeys(tensors, shard))
+        write_hollow(folder / shard, tensors)
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
