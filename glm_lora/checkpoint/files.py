@@ -40,6 +40,28 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         sync_folder(path.parent)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a text file; half a line that a crash or a full disk left there goes first.
+
+    Raises:
+        OSError: It cannot be written; it names ``path``.
+    """
+    with errors_name(path), path.open("a+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line.encode() + b"\n")
+
+
+def umask() -> int:
+    """The permissions that new files of this process lack; it can only be read by setting it."""
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
     """Let an OSError of the block name ``path``: that of a full disk names no file at all."""

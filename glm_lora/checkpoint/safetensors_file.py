@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from glm_lora.arch.safetensors_header import damaged, read_header
+from glm_lora.checkpoint.files import umask
 from glm_lora.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -74,6 +77,18 @@ def open_file(path: Path) -> SafetensorsFile:
         for e in header.entries.values()
     }
     return SafetensorsFile(path, entries, header.size, header.data_start, header.sha256)
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a new safetensors file that others may read as far as the umask lets them.
+
+    The safetensors library makes it for its owner only; a server may run as another user.
+    """
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata=dict(metadata))
+    path.chmod(0o666 & ~umask())
 
 
 def read_rows(entry: TensorEntry, start: int = 0, stop: int | None = None) -> torch.Tensor:

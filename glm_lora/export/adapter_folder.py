@@ -36,7 +36,7 @@ def write_adapter(
         ConfigError: ``output`` is not a new or empty writable folder with enough space.
         ExportError: Writing failed; nothing is left behind.
     """
-    from safetensors.torch import save_file
+    from glm_lora.checkpoint.safetensors_file import write_file
 
     texts = {
         CONFIG_FILE: json.dumps(config, indent=2) + "\n",
@@ -45,8 +45,7 @@ def write_adapter(
     }
     with new_folder(output, total_bytes(tensors) + sum(map(len, texts.values()))) as folder:
         metadata = {"format": "pt", "digest": state.digest, "version": str(state.version)}
-        contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        save_file(contiguous, folder / WEIGHTS_FILE, metadata=metadata)
+        write_file(folder / WEIGHTS_FILE, tensors, metadata)
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     return output

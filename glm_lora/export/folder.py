@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from glm_lora.checkpoint.files import existing
+from glm_lora.checkpoint.files import existing, umask
 from glm_lora.errors import ConfigError, ExportError
 
 
@@ -57,7 +57,7 @@ def new_folder(output: Path, num_bytes: int = 0) -> Iterator[Path]:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         working = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-        working.chmod(0o777 & ~_umask())
+        working.chmod(0o777 & ~umask())
         yield working
         if output.is_dir():
             output.rmdir()
@@ -70,9 +70,3 @@ def new_folder(output: Path, num_bytes: int = 0) -> Iterator[Path]:
     finally:
         if working is not None and working.exists():
             shutil.rmtree(working, ignore_errors=True)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from glm_lora import __version__
-from glm_lora.checkpoint.files import errors_name
+from glm_lora.checkpoint.files import append_line
 from glm_lora.errors import Interrupted, StopNow
 from glm_lora.report.run_folder import EVENTS, SAMPLES, truncate_metrics
 from glm_lora.report.sinks import STEP_KEY
@@ -92,10 +92,7 @@ class RunHistory:
             self._append(SAMPLES, row)
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        stamped = {**row, "time": round(time.time(), 3)}
-        path = self._run / name
-        with errors_name(path), path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(stamped) + "\n")
+        append_line(self._run / name, json.dumps({**row, "time": round(time.time(), 3)}))
 
 
 def versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from glm_lora.checkpoint.files import write_atomic
+from glm_lora.errors import ConfigError
 from glm_lora.report.charts import Chart, charts_of, compared_charts
 from glm_lora.report.png import write_pngs
 from glm_lora.report.run_data import load_run
@@ -32,6 +33,7 @@ from glm_lora.report.sections import (
 )
 from glm_lora.report.svg import COLOURS, LEFT, RIGHT, WIDTH, all_steps, svg
 
+_TITLE = "<title>glm-lora: "
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -47,12 +49,13 @@ def write_report(run: Path, output: Path | None = None, *, refresh: int = 0) -> 
         The file.
 
     Raises:
-        ConfigError: ``run`` is no run folder, or a file in it is not what a run writes.
+        ConfigError: ``run`` is no run folder, a file in it is not what a run writes, or ``output``
+            holds something else than a report.
         OSError: A file cannot be written.
     """
+    target = _free_target(output or run / REPORT)
     data = load_run(run)
     charts = charts_of(data)
-    target = output or run / REPORT
     body = "".join(
         (
             headline(data),
@@ -65,9 +68,9 @@ def write_report(run: Path, output: Path | None = None, *, refresh: int = 0) -> 
             metric_table(data),
         )
     )
-    _write(target, f"glm-lora: {data.name}", body, charts, refresh)
+    _write(target, data.name, body, charts, refresh)
     if not refresh:
-        write_pngs(charts, target.with_name(REPORT_PNGS) if output is None else _pngs_of(output))
+        write_pngs(charts, target.with_name(REPORT_PNGS) if output is None else _pngs_of(target))
     return target
 
 
@@ -75,13 +78,15 @@ def write_comparison(runs: Sequence[Path], output: Path) -> Path:
     """Write one page with the curves of several runs over each other.
 
     Raises:
-        ConfigError: One of them is no run folder, or a file of one is not what a run writes.
+        ConfigError: One of them is no run folder, a file of one is not what a run writes, or
+            ``output`` holds something else than a report.
         OSError: A file cannot be written.
     """
+    output = _free_target(output)
     data = [load_run(path, name) for path, name in zip(runs, _names(runs), strict=True)]
     charts = compared_charts(data)
     body = f"<h1>{len(data)} runs</h1>" + summary_table(data) + _charts(charts) + differences(data)
-    _write(output, "glm-lora: comparison", body, charts, 0)
+    _write(output, "comparison", body, charts, 0)
     write_pngs(charts, _pngs_of(output))
     return output
 
@@ -96,6 +101,24 @@ def _names(runs: Sequence[Path]) -> list[str]:
     return [f"{path} ({number})" for number, path in enumerate(runs, 1)]
 
 
+def _free_target(path: Path) -> Path:
+    """Where ``path`` leads, links followed; ConfigError if it would replace other things."""
+    path = path.resolve()
+    if path.is_dir():
+        what = "is a folder"
+    elif path.exists() and not path.is_file():
+        what = "is a pipe or a device"
+    elif (
+        path.exists()
+        and path.stat().st_size
+        and _TITLE not in path.read_bytes()[:2048].decode(errors="replace")
+    ):
+        what = "holds something else than a report"
+    else:
+        return path
+    raise ConfigError(f"--output {path} {what}", "a new file, or an earlier report")
+
+
 def _pngs_of(output: Path) -> Path:
     return output.with_name(f"{output.stem}-png")
 
@@ -106,7 +129,7 @@ def _write(target: Path, title: str, body: str, charts: Sequence[Chart], refresh
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">{again}'
-        f"<title>{escape(title)}</title><style>{_resource('page.css')}</style></head>"
+        f"{_TITLE}{escape(title)}</title><style>{_resource('page.css')}</style></head>"
         f"<body>{body}"
         f'<script type="application/json" id="data">{_data(charts)}</script>'
         f"<script>{_resource('page.js')}</script></body></html>\n"

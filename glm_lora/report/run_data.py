@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ class RunData:
         """Whether the run goes on: no end is recorded and its process is alive (or elsewhere)."""
         if not self.events or self.end is not None:
             return False
-        return self.started.get("host") != socket.gethostname() or _alive(self.started["pid"])
+        return self.started.get("host") != socket.gethostname() or _alive(self.started.get("pid"))
 
 
 def load_run(path: Path, name: str = "") -> RunData:
@@ -110,17 +111,21 @@ def load_run(path: Path, name: str = "") -> RunData:
         config=config,
         base=read_object(path / BASE_FILE) if (path / BASE_FILE).exists() else {},
         selection=_selection_rows(path),
-        records=read_lines(path / METRICS),
-        events=read_lines(path / EVENTS),
-        samples=read_lines(path / SAMPLES),
+        records=read_lines(path / METRICS, {STEP_KEY: int}),
+        events=read_lines(path / EVENTS, {"event": str}),
+        samples=read_lines(path / SAMPLES, {STEP_KEY: int, "best": dict, "worst": dict}),
     )
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, needed: Mapping[str, type] | None = None) -> list[dict[str, Any]]:
     """The finished lines of a JSONL file; one that is being written at the end is left out.
 
+    Args:
+        path: The file; one that does not exist has no lines.
+        needed: Keys that every object has, with the type of their values.
+
     Raises:
-        ConfigError: A line is not a JSON object.
+        ConfigError: A line is not such a JSON object.
     """
     if not path.exists():
         return []
@@ -130,9 +135,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{path} line {line_number} is not valid JSON: {error}") from error
+            raise ConfigError(
+                f"{path} line {line_number} is not valid JSON: {error}",
+                "one JSON object per line",
+                "Take the line out",
+            ) from error
         if not isinstance(row, dict):
             raise ConfigError(f"{path} line {line_number} is {line[:40]}", "a JSON object")
+        for key, kind in (needed or {}).items():
+            if not isinstance(row.get(key), kind):
+                raise ConfigError(
+                    f"{path} line {line_number} has {row.get(key)!r} as {key!r}",
+                    f"a value of type {kind.__name__}, as the run wrote it",
+                    "Take the line out",
+                )
         rows.append(row)
     return rows
 
@@ -183,7 +199,9 @@ def _rows_by_name(sites: list[list[Any]]) -> list[SelectionRow]:
     ]
 
 
-def _alive(pid: int) -> bool:
+def _alive(pid: Any) -> bool:
+    if not isinstance(pid, int):
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

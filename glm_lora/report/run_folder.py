@@ -296,12 +296,12 @@ def truncate_metrics(path: Path, rollouts: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the line that was being written when the earlier run died
-        if record.get(STEP_KEY, rollouts) < rollouts:
+            step = json.loads(line)[STEP_KEY]
+        except (json.JSONDecodeError, KeyError, TypeError, IndexError):
+            continue  # the line that was being written when the earlier run died, or damage
+        if isinstance(step, int) and step < rollouts:
             kept.append(line)
     write_atomic(path, "".join(line + "\n" for line in kept))
 

@@ -110,15 +110,16 @@ def responses(run: RunData) -> str:
 
 def _response_pair(row: Mapping[str, Any]) -> str:
     sides = "".join(
-        f"<div>{name}: reward {short(number(side['reward']))}, {int(side['tokens'])} tokens, "
-        f"ended by {escape(str(side['finish']))}<pre>{escape(side['text'])}</pre></div>"
+        f"<div>{name}: reward {short(number(side.get('reward')))}, {side.get('tokens')} tokens, "
+        f"ended by {escape(str(side.get('finish')))}"
+        f"<pre>{escape(str(side.get('text')))}</pre></div>"
         for name, side in (("best", row["best"]), ("worst", row["worst"]))
     )
-    prompt = str(row["prompt"])
+    prompt = str(row.get("prompt"))
     line = escape(prompt if len(prompt) <= 80 else prompt[:80] + " ...")
     return (
         f"<details><summary>rollout {int(row[STEP_KEY])}: <code>{line}</code></summary>"
-        f"<pre>{escape(prompt)}</pre><p class=soft>expected: {escape(str(row['label']))}</p>"
+        f"<pre>{escape(prompt)}</pre><p class=soft>expected: {escape(str(row.get('label')))}</p>"
         f'<div class="pair">{sides}</div></details>'
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from glm_lora.checkpoint.files import errors_name
+from glm_lora.checkpoint.files import append_line
 from glm_lora.errors import ConfigError
 
 STEP_KEY = "rollout/step"
@@ -51,8 +51,7 @@ class JsonlSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
         record = {STEP_KEY: step, **{k: jsonable(v) for k, v in metrics.items()}}
-        with errors_name(self._path), self._path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record, allow_nan=False) + "\n")
+        append_line(self._path, json.dumps(record, allow_nan=False))
 
     def close(self) -> None:
         """Nothing is held open."""

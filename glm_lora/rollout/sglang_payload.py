@@ -145,11 +145,10 @@ def request_with_folder(
         folder: New folder, best in shared memory (``/dev/shm``). SGLang remembers paths, so every
             version needs its own; remove it after the load.
     """
-    from safetensors.torch import save_file
+    from glm_lora.checkpoint.safetensors_file import write_file
 
     folder.mkdir(parents=True)
-    contiguous = {key: t.contiguous() for key, t in tensors.items()}
-    save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_file(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(dict(config)), encoding="utf-8")
     body = json.dumps({"lora_name": name, "lora_path": str(folder)}).encode()
     return LoadRequest(FOLDER_ROUTE, name, (body,), len(tensors), total_bytes(tensors))

@@ -23,6 +23,7 @@ from glm_lora.checkpoint.train_state import (
 from glm_lora.config import TrainConfig
 from glm_lora.errors import (
     CheckpointError,
+    ConfigError,
     Interrupted,
     ProcessLost,
     StopNow,
@@ -278,7 +279,10 @@ class Job:
         # The error that ended the run is not hidden by a disk that is full by now.
         with contextlib.suppress(OSError) if error else contextlib.nullcontext():
             self.history.ended(error)
-            write_report(self.folder.path)
+            try:
+                write_report(self.folder.path)
+            except ConfigError as damage:  # of an older line; what was trained is whole
+                self.listener.note(f"no report was written: {damage}")
 
     def _load_checkpoint(self) -> int:
         folder = latest_checkpoint(self.folder.path)

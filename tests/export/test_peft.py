@@ -266,7 +266,7 @@ def test_a_full_disk_leaves_nothing_behind(state, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("glm_lora.checkpoint.safetensors_file.save_file", full)
     with pytest.raises(ExportError, match="No space left"):
         export_peft(state, tmp_path / "a", "x")
     assert not list(tmp_path.iterdir())

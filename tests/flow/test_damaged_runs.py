@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
 
 from glm_lora import commands_export
+from glm_lora.checkpoint.files import umask
 from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.cli import main
 from glm_lora.export import source
+from glm_lora.report.run_data import read_lines
 from tests.support import small_disk, words
 from tests.tiny_runs import metric, train
 
@@ -45,6 +48,68 @@ def test_an_export_takes_the_last_whole_line_of_the_metrics(run, tmp_path):
 def test_an_export_of_a_run_whose_only_line_is_torn(run, tmp_path):
     (run / "metrics.jsonl").write_text('{"rollout/st')
     assert main(["export", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
+
+
+def test_lines_that_are_torn_are_mended_by_a_resume(run, tiny_root):
+    """As power was lost in the middle of a line of each file."""
+    for name in ("metrics.jsonl", "events.jsonl", "samples.jsonl"):
+        with (run / name).open("r+b") as stream:
+            stream.truncate((run / name).stat().st_size - 10)
+    assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 0
+    assert [e["event"] for e in read_lines(run / "events.jsonl")] == [
+        "started",
+        "started",
+        "finished",
+    ]
+    assert main(["report", "--run", str(run)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("events.jsonl", "{}"),
+        ("events.jsonl", "[]"),
+        ("events.jsonl", '{"event": "started"'),
+        ("metrics.jsonl", '{"rollout/step": "two"}'),
+        ("samples.jsonl", '{"best": 3}'),
+    ],
+)
+def test_a_line_that_no_run_writes_is_named(run, tiny_root, capsys, name, line):
+    with (run / name).open("a") as stream:
+        stream.write(line + "\n")
+    assert main(["report", "--run", str(run)]) == 2
+    said = words(capsys.readouterr().err)
+    assert f"{run / name} line" in said and "expected:" in said, said
+    assert train(tiny_root, run, "--num-rollout", "4", "--resume") == 0
+    printed = capsys.readouterr()
+    if name == "events.jsonl":  # the others are cut where the run goes on
+        assert "no report was written" in words(printed.out + printed.err)
+
+
+def test_a_report_replaces_nothing_but_reports(run, tmp_path, capsys):
+    before = (run / "metrics.jsonl").read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "page.html")
+    for taken in (run / "metrics.jsonl", tmp_path / "pipe", run / "checkpoints"):
+        for command in (["--run", str(run)], ["--compare", str(run), str(run)]):
+            assert main(["report", *command, "--output", str(taken)]) == 2
+            assert f"{taken}" in words(capsys.readouterr().err)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "pipe").is_fifo()
+    for free in ("empty", "link", "page.html"):
+        assert main(["report", "--run", str(run), "--output", str(tmp_path / free)]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert "<title>glm-lora: run</title>" in (tmp_path / "page.html").read_text()
+
+
+def test_an_adapter_may_be_read_by_a_server_of_another_user(run, tmp_path):
+    for kind in ("peft", "sglang"):
+        output = tmp_path / kind
+        command = ["export", "--run", str(run), "--format", kind, "--output", str(output)]
+        assert main(command) == 0
+        modes = {stat.S_IMODE(path.stat().st_mode) for path in output.iterdir()}
+        assert modes == {0o666 & ~umask()}
 
 
 def cut(folder: Path, name: str) -> None:
