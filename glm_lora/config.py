@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from glm_lora.errors import ConfigError, did_you_mean
 
@@ -135,8 +135,8 @@ class RolloutConfig(_Strict):
     """Number of rollouts, each followed by training."""
     rollout_batch_size: int = Field(default=16, ge=1)
     """Prompts per rollout."""
-    n_samples_per_prompt: int = Field(default=8, ge=1)
-    """Samples per prompt: the group of GRPO."""
+    n_samples_per_prompt: int = 8
+    """Samples per prompt, at least 2: the group of GRPO."""
     rollout_max_response_len: int = Field(default=4096, ge=1)
     """Token limit of a response."""
     rollout_max_prompt_len: int | None = Field(default=None, ge=1)
@@ -157,7 +157,7 @@ class RolloutConfig(_Strict):
     """Leave rows out that cannot be used, and say how many, instead of stopping."""
     reward: str = "dapo"
     """exact, math, dapo, FILE.py or an http(s) URL."""
-    reward_timeout: float = Field(default=10.0, gt=0)
+    reward_timeout: float = Field(default=10.0, gt=0, le=86400)
     """Seconds one scoring call may take."""
     overlong_buffer_len: int = Field(default=0, ge=0)
     """Tokens before the response limit over which a penalty on length grows; 0 turns it off."""
@@ -175,6 +175,16 @@ class RolloutConfig(_Strict):
     """Prompt files to evaluate on during training."""
     eval_interval: int = Field(default=0, ge=0)
     """Evaluate every N rollouts; 0 never."""
+
+    @field_validator("n_samples_per_prompt")
+    @classmethod
+    def _a_group(cls, value: int) -> int:
+        if value < 2:  # every kind of advantage, with a learning signal of exactly zero
+            raise ValueError(
+                "2 or more: an advantage compares the samples of one prompt, and a single one "
+                "teaches nothing"
+            )
+        return value
 
 
 class SglangConfig(_Strict):

@@ -6,7 +6,6 @@ All bad rows of all files are reported together: file, row and reason.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,14 @@ from typing import Any
 
 from glm_lora.errors import DataError
 from glm_lora.rl import word_problems
+from glm_lora.rl.rows import BadRowError, plain, rows
 
 Messages = tuple[Mapping[str, Any], ...]
 ROLES = ("system", "user", "assistant", "tool")
 PACKAGED = {"word-problems": word_problems.PATH}
 """Data sets that ship with the package, by the name that ``--prompt-data`` takes."""
+_EXACT = 2.0**53
+"""Below this, a float that is a whole number is that number."""
 _SHOWN = 20
 """Bad rows listed in full in one report."""
 
@@ -124,9 +126,11 @@ def load_prompts(
     files: list[PromptFile] = []
     bad: list[BadRow] = []
     for path, weight in parsed:
+        known = len(bad)
         prompts = list(reader.read(path, bad))
         if not prompts and (skip_bad_rows or not bad):
-            raise DataError(f"{path} has no usable prompt", "at least one row")
+            shown = _listed(bad[known:])
+            raise DataError(f"{path} has no usable prompt{shown}", "at least one row")
         files.append(PromptFile(path, len(prompts) if weight is None else weight, tuple(prompts)))
     if bad and not skip_bad_rows:
         raise _report(bad)
@@ -134,14 +138,19 @@ def load_prompts(
 
 
 def _report(bad: Sequence[BadRow]) -> DataError:
-    lines = [f"  {row}" for row in bad[:_SHOWN]]
-    if len(bad) > _SHOWN:
-        lines.append(f"  and {len(bad) - _SHOWN} more")
     return DataError(
-        f"{len(bad)} prompt rows cannot be used:\n" + "\n".join(lines) + "\n",
+        f"{len(bad)} prompt rows cannot be used{_listed(bad)}",
         "usable rows only",
         "Correct them, or leave them out with --skip-bad-rows",
     )
+
+
+def _listed(bad: Sequence[BadRow]) -> str:
+    """The end of a sentence about rows: one line for each, or nothing."""
+    lines = [f"  {row}" for row in bad[:_SHOWN]]
+    if len(bad) > _SHOWN:
+        lines.append(f"  and {len(bad) - _SHOWN} more")
+    return ":\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def _split_weight(source: str) -> tuple[Path, float | None]:
@@ -174,140 +183,89 @@ class _RowReader:
 
     def read(self, path: Path, bad: list[BadRow]) -> Iterator[Prompt]:
         """The usable rows of one file; the others are appended to ``bad``."""
-        for number, row in _rows(path):
+        keys = (self.input_key, self.label_key)
+        for number, row in rows(path, keys, (self.metadata_key,)):
             try:
                 yield self._prompt(row, f"{path}:{number}")
-            except _BadRow as error:
+            except BadRowError as error:
                 bad.append(BadRow(str(path), number, str(error)))
 
     def _prompt(self, row: Any, source: str) -> Prompt:
-        if isinstance(row, _BadRow):
+        if isinstance(row, BadRowError):
             raise row
         if not isinstance(row, dict):
-            raise _BadRow(f"the row is a {_kind(row)}, not an object")
+            raise BadRowError(f"the row is a {_kind(row)}, not an object")
         for key in (self.input_key, self.label_key):
             if key in row and row[key] is None:
-                raise _BadRow(f"{key!r} is null")
+                raise BadRowError(f"{key!r} is null")
             if key not in row:
-                raise _BadRow(f"missing key {key!r} (it has {', '.join(sorted(row)) or 'none'})")
+                raise BadRowError(
+                    f"missing key {key!r} (it has {', '.join(sorted(row)) or 'none'})"
+                )
         label = self._label(row[self.label_key])
         metadata = row.get(self.metadata_key)
         if metadata is not None and not isinstance(metadata, dict):
-            raise _BadRow(f"{self.metadata_key!r} is a {_kind(metadata)}, not an object")
+            raise BadRowError(f"{self.metadata_key!r} is a {_kind(metadata)}, not an object")
         prompt = _checked_prompt(row[self.input_key], self.input_key)
         try:
             ids = tuple(int(i) for i in self.encode(prompt))
         except DataError as error:
-            raise _BadRow(str(error)) from None
+            raise BadRowError(str(error)) from None
         except (TypeError, ValueError) as error:  # text that is no Unicode: a lone surrogate
-            raise _BadRow(f"the prompt cannot be tokenised: {error}") from None
+            raise BadRowError(f"the prompt cannot be tokenised: {error}") from None
         if not ids:
-            raise _BadRow("the prompt has no token")
+            raise BadRowError("the prompt has no token")
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
-            raise _BadRow(
+            raise BadRowError(
                 f"the prompt has {len(ids)} tokens after the chat template, "
                 f"the limit is {self.max_prompt_tokens}"
             )
-        return Prompt(ids, prompt, label, metadata or {}, source)
+        return Prompt(ids, prompt, label, self._metadata(metadata or {}), source)
+
+    def _metadata(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            return plain(value)
+        except BadRowError as error:
+            raise BadRowError(f"{self.metadata_key!r} is {error}") from None
 
     def _label(self, value: Any) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise _BadRow(f"{self.label_key!r} is a {_kind(value)}, not text or a number")
+            raise BadRowError(f"{self.label_key!r} is a {_kind(value)}, not text or a number")
+        if isinstance(value, float):
+            if not math.isfinite(value):  # in a table, NaN is how a missing number is written
+                raise BadRowError(f"{self.label_key!r} is {value}, which is no label")
+            if value.is_integer() and abs(value) < _EXACT:
+                value = int(value)  # a column of whole numbers with a gap is one of floats
         label = str(value)
         if not label.strip():
-            raise _BadRow("the label is empty")
+            raise BadRowError("the label is empty")
         reason = self.check_label(label) if self.check_label else None
         if reason:
-            raise _BadRow(f"label {label[:60]!r} cannot be used: {reason}")
+            raise BadRowError(f"label {label[:60]!r} cannot be used: {reason}")
         return label
-
-
-class _BadRow(Exception):
-    """Why one row cannot be used; never leaves this module."""
 
 
 def _checked_prompt(value: Any, key: str) -> str | Messages:
     if isinstance(value, str):
         if not value.strip():
-            raise _BadRow("the prompt is empty")
+            raise BadRowError("the prompt is empty")
         return value
     if not isinstance(value, list):
-        raise _BadRow(f"{key!r} is a {_kind(value)}, not text or a list of messages")
+        raise BadRowError(f"{key!r} is a {_kind(value)}, not text or a list of messages")
     if not value:
-        raise _BadRow("the prompt has no message")
+        raise BadRowError("the prompt has no message")
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise _BadRow("a message is not an object with role and content (text)")
+            raise BadRowError("a message is not an object with role and content (text)")
         if message.get("role") not in ROLES:
-            raise _BadRow(f"a message has role {message.get('role')!r}, not {', '.join(ROLES)}")
+            raise BadRowError(f"a message has role {message.get('role')!r}, not {', '.join(ROLES)}")
     if value[-1]["role"] == "assistant":
-        raise _BadRow("the last message is the assistant's, so there is nothing to answer")
+        raise BadRowError("the last message is the assistant's, so there is nothing to answer")
     if not any(m["content"].strip() for m in value):
-        raise _BadRow("the prompt is empty")
+        raise BadRowError("the prompt is empty")
     return tuple(value)
 
 
 def _kind(value: Any) -> str:
     names = {dict: "object", list: "list", str: "text", bool: "truth value", type(None): "null"}
     return names.get(type(value), "number" if isinstance(value, int | float) else "value")
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Rows of a file with their number; a row that cannot be parsed comes as its ``_BadRow``."""
-    if not path.is_file():
-        raise DataError(f"prompt file {path} does not exist", "a .jsonl or .parquet file")
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    elif path.suffix in (".jsonl", ".json"):
-        yield from _jsonl_rows(path)
-    else:
-        raise DataError(f"prompt file {path} has an unknown kind", "a .jsonl or .parquet file")
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield number, _parsed(line)
-    except OSError as error:
-        raise DataError(f"prompt file {path} cannot be read: {error}") from error
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
-    except _BadRow as error:
-        return error
-    except UnicodeDecodeError:
-        return _BadRow("not UTF-8 text")
-    except json.JSONDecodeError as error:
-        return _BadRow(f"invalid JSON: {error.msg} at column {error.colno}")
-    except RecursionError:
-        return _BadRow("invalid JSON: nested too deeply")
-    except ValueError as error:  # a number of more digits than Python reads
-        return _BadRow(f"invalid JSON: {error}")
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise _BadRow(f"the key {repeated!r} stands there twice")
-    return row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        number = 0
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"prompt file {path} cannot be read: {error}", "a parquet file") from error

@@ -7,6 +7,7 @@ long gives a score without a value and the reason; it never ends the run.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from glm_lora.rl.workers import WorkerPool
 
 HTTP_AT_ONCE = 64
 """Requests to an HTTP verifier in flight at the same time."""
+_JSON = {"Content-Type": "application/json"}
 
 
 def _request(answer: Answer) -> dict[str, Any]:
@@ -80,15 +82,39 @@ def file_reward(path: Path, limit: float, workers: int | None = None) -> WorkerR
     return WorkerReward(("file", str(path)), limit, workers)
 
 
+def _url_problem(url: str) -> str | None:
+    """Why no request can be sent to ``url``, whatever listens there; None where one can."""
+    try:
+        address = httpx.URL(url)
+        address.raw_host.decode("ascii").encode("idna")  # as the look-up of the name does
+        httpx.Client().close()  # a proxy or certificates that the environment names
+    except (httpx.InvalidURL, ValueError, OSError, ImportError) as error:
+        return f"{type(error).__name__}: {error}"
+    if not address.host:
+        return "it names no host"
+    if address.port is not None and not 0 < address.port < 1 << 16:
+        return f"there is no port {address.port}"
+    return None
+
+
 class HttpReward:
     """POSTs ``{prompt, response, label, metadata}`` and reads ``{"reward": number}``.
 
     Args:
         url: Where to post to.
         limit: Seconds one call may take in all.
+
+    Raises:
+        DataError: No request can ever be sent to ``url``.
     """
 
     def __init__(self, url: str, limit: float) -> None:
+        problem = _url_problem(url)
+        if problem:
+            raise DataError(
+                f"the reward {url!r} cannot be called: {problem}",
+                "an address such as http://127.0.0.1:8000/score",
+            )
         self._url = url
         self._limit = limit
 
@@ -117,12 +143,14 @@ class HttpReward:
         del body["thinking"]
         async with gate:
             try:
+                # As for a worker: what JSON has no word for is sent as text.
+                text = json.dumps(body, default=str)
                 # httpx limits each read; only this limits the whole call.
                 async with asyncio.timeout(self._limit):
-                    response = await client.post(self._url, json=body)
+                    response = await client.post(self._url, content=text, headers=_JSON)
                     response.raise_for_status()
                     return Score(as_reward(response.json()["reward"]))
             except TimeoutError:
                 return Score(None, reason=f"{self._url} took longer than {self._limit:g} s")
-            except (httpx.HTTPError, ValueError, TypeError, KeyError) as error:
+            except Exception as error:  # a process border: any failure is a missing score
                 return Score(None, reason=f"{self._url}: {type(error).__name__}: {error}"[:500])

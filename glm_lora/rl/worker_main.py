@@ -81,9 +81,13 @@ def as_reward(value: Any) -> float:
         value = value.item()  # a numpy or torch scalar
     if not isinstance(value, int | float):
         raise TypeError(f"the verifier returned a {type(value).__name__}, not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"the verifier returned {value}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError("the verifier returned a whole number too large for a float") from None
+    if not math.isfinite(number):
+        raise ValueError(f"the verifier returned {number}")
+    return number
 
 
 def serve(handle: Handler, requests: TextIO, replies: TextIO) -> None:

@@ -57,6 +57,11 @@ def call(tiny_root, tmp_path, capsys, wide_errors):
         (["--adapter", "a.toml", "--lora-rank", "4"], "--lora-rank"),
         (["--prompt-data", "/no/such/file.jsonl"], "does not exist"),
         (["--reward", "exakt"], "exact"),
+        (["--reward", "http://127.0.0.1:99999/"], "there is no port 99999"),
+        (["--dry-run", "--reward", "http://[::1"], "cannot be called"),
+        (["--reward-timeout", "3000000"], "reward_timeout is 3000000"),
+        (["--n-samples-per-prompt", "1"], "2 or more: an advantage compares the samples of one"),
+        (["--advantage", "rloo", "--n-samples-per-prompt", "1"], "n_samples_per_prompt is 1"),
     ],
 )
 def test_train_refuses_and_starts_nothing(call, options, said):

@@ -106,6 +106,65 @@ def test_each_bad_row_names_file_line_and_reason(tmp_path, line):
     assert error.value.exit_code == 2
 
 
+def test_whole_numbers_in_a_column_of_floats_are_labels_as_they_were_meant(tmp_path):
+    path = tmp_path / "gap.parquet"
+    values = [1.0, float("nan"), None, 2.5, -3.0, float("inf"), 1e300]
+    table = pa.table({"prompt": list("abcdefg"), "label": pa.array(values, pa.float64())})
+    pq.write_table(table, path)
+    data = load_prompts([str(path)], encode, skip_bad_rows=True)
+    assert [p.label for p in data.files[0].prompts] == ["1", "2.5", "-3", "1e+300"]
+    assert [(b.file, b.row) for b in data.bad_rows] == [(str(path), row) for row in (2, 3, 6)]
+    rows = [{"prompt": "a", "label": value} for value in (5.0, float("nan"), float("-inf"))]
+    text = write(tmp_path / "whole.jsonl", rows)
+    data = load_prompts([text], encode, skip_bad_rows=True)
+    assert [p.label for p in data.files[0].prompts] == ["5"]
+    assert [str(b) for b in data.bad_rows] == [
+        f"{text}:2: 'label' is nan, which is no label",
+        f"{text}:3: 'label' is -inf, which is no label",
+    ]
+
+
+def never(name):
+    """A column that Python has no dates for."""
+    return pa.field(name, pa.timestamp("s")), pa.array([2**40], pa.timestamp("s"))
+
+
+def parquet(path, *columns, **texts):
+    """One row; ``columns`` are fields with their values, ``texts`` are text columns."""
+    fields = [*columns, *((pa.field(k, pa.string()), pa.array([v])) for k, v in texts.items())]
+    schema = pa.schema([field for field, _ in fields])
+    pq.write_table(pa.Table.from_arrays([array for _, array in fields], schema=schema), path)
+    return str(path)
+
+
+def test_a_column_that_is_not_used_may_hold_anything(tmp_path):
+    path = parquet(tmp_path / "a.parquet", never("when"), prompt="x", label="1")
+    assert len(load_prompts([path], encode)) == 1
+
+
+def test_parquet_files_that_cannot_be_used(tmp_path):
+    path = parquet(tmp_path / "late.parquet", never("label"), prompt="x")
+    with pytest.raises(DataError, match=r"late\.parquet cannot be read"):
+        load_prompts([path], encode)
+    twice = (pa.field("label", pa.string()), pa.array(["2"]))
+    path = parquet(tmp_path / "twice.parquet", twice, prompt="x", label="1")
+    with pytest.raises(DataError, match=r"twice\.parquet has the column 'label' twice"):
+        load_prompts([path], encode)
+    path = parquet(tmp_path / "without.parquet", prompt="x", answer="1")
+    with pytest.raises(DataError, match=r"no column 'label' \(it has prompt, answer\)"):
+        load_prompts([path], encode)
+
+
+def test_a_file_of_bad_rows_only_says_why(tmp_path):
+    good = numbered(tmp_path / "good.jsonl", 2)
+    bad = write(tmp_path / "bad.jsonl", [{"prompt": "x"}] * 3)
+    with pytest.raises(DataError) as error:
+        load_prompts([bad_file(tmp_path / "some.jsonl"), good, bad], encode, skip_bad_rows=True)
+    text = str(error.value)
+    assert "bad.jsonl has no usable prompt" in text and "bad.jsonl:3: missing key 'label'" in text
+    assert "some.jsonl" not in text
+
+
 def test_all_bad_rows_of_all_files_are_in_one_report(tmp_path):
     one, two = bad_file(tmp_path / "one.jsonl"), bad_file(tmp_path / "two.jsonl")
     with pytest.raises(DataError) as error:
