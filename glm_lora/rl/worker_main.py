@@ -1,7 +1,7 @@
 """A verifier in a process of its own: reads one JSON request per line, writes one JSON reply.
 
-Started as ``python -m glm_lora.rl.worker_main KIND [FILE]`` by ``glm_lora.rl.workers`` and killed
-by it when a call takes too long. What a user's verifier prints goes to standard error.
+``main(KIND [FILE])`` is started by ``glm_lora.rl.workers`` and killed by it when a call takes too
+long. What a user's verifier prints goes to standard error, line by line.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 Reply = dict[str, Any]
 Handler = Callable[[Mapping[str, Any]], Reply]
@@ -110,6 +111,8 @@ def main(arguments: list[str]) -> int:
     # Replies keep the real standard output to themselves; prints of a verifier must not mix in.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    # A worker is killed in the end, and what it had buffered would be lost.
+    cast("TextIOWrapper", sys.stdout).reconfigure(line_buffering=True, errors="backslashreplace")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
@@ -123,7 +126,3 @@ def main(arguments: list[str]) -> int:
     replies.flush()
     serve(handle, sys.stdin, replies)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -24,6 +24,18 @@ from glm_lora.errors import DataError
 
 START_LIMIT = 120.0
 """Seconds a worker may take to import its verifier."""
+_PACKAGE = Path(glm_lora.__file__).resolve()
+# Only the standard library may be found first: a random.py in the current folder, or beside the
+# package, would take its module's place. So the package is loaded from where it is here.
+_START = f"""
+import importlib.util, os, sys
+spec = importlib.util.spec_from_file_location("glm_lora", {str(_PACKAGE)!r})
+sys.modules["glm_lora"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["glm_lora"])
+sys.path += [{str(_PACKAGE.parent.parent)!r}, os.getcwd()]
+from glm_lora.rl.worker_main import main
+raise SystemExit(main(sys.argv[1:]))
+"""
 
 
 class _LostError(Exception):
@@ -42,14 +54,12 @@ class _Worker:
         """Start the process and wait for its verifier; _LostError when that cannot be loaded."""
         if self._process is not None:
             return
-        root = str(Path(glm_lora.__file__).resolve().parent.parent)
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._pending = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "glm_lora.rl.worker_main", *self._arguments],
+            # -P: the current folder does not come first.
+            [sys.executable, "-P", "-c", _START, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             # A group of its own, so that what a verifier starts is ended with it.
             start_new_session=True,
         )

@@ -281,3 +281,60 @@ def test_the_reward_of_a_run():
     assert isinstance(reward_of(RolloutConfig(**short, overlong_buffer_len=20)), OverlongPenalty)
     with pytest.raises(ConfigError, match="overlong_buffer_len is 100"):
         reward_of(RolloutConfig(**short, overlong_buffer_len=100))
+
+
+STANDARD = ("random", "json", "asyncio", "selectors", "tempfile")
+"""Modules of the standard library that workers and rewards import."""
+
+
+@pytest.fixture
+def odd_folder(tmp_path, monkeypatch):
+    """A current folder with files that are named as the standard library's modules are."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for name in STANDARD:
+        (folder / f"{name}.py").write_text(f"raise ImportError('this is not {name}')\n")
+    (folder / "helper_here.py").write_text("VALUE = 0.5\n")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_files_in_the_current_folder_do_not_stand_in_for_the_standard_library(odd_folder, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "beside.py").write_text("VALUE = 2\n")
+    (own / "helper_here.py").write_text("VALUE = 0.25\n")
+    (own / "verifier.py").write_text(
+        f"import {', '.join(STANDARD)}\n"
+        "import beside, helper_here\n"
+        "import glm_lora.rl.answers\n"
+        "def reward(prompt, response, label, metadata):\n"
+        "    return beside.VALUE + helper_here.VALUE\n"
+    )
+    reward = file_reward(own / "verifier.py", 5.0, workers=1)
+    assert [s.value for s in reward.score([answer()])] == [2.25], "its own folder comes first"
+    reward.close()
+    (own / "helper_here.py").unlink()
+    reward = file_reward(own / "verifier.py", 5.0, workers=1)
+    assert [s.value for s in reward.score([answer()])] == [2.5], "the current folder comes last"
+    reward.close()
+    math = make_reward("math")
+    assert [s.value for s in math.score([answer(r"\boxed{10/2}")])] == [1.0]
+    math.close()
+
+
+def test_what_a_reward_prints_arrives_on_standard_error(tmp_path, capfd):
+    path = tmp_path / "talks.py"
+    path.write_text(
+        "print('on import')\n"
+        "def reward(prompt, response, label, metadata):\n"
+        "    print('scored', response)\n"
+        "    print('odd', chr(0xD800))\n"
+        "    return 1.0\n"
+    )
+    reward = file_reward(path, 5.0, workers=1)
+    assert [s.value for s in reward.score([answer("abc"), answer("de")])] == [1.0, 1.0]
+    said = capfd.readouterr()  # before the worker is killed
+    assert said.err == "on import\nscored abc\nodd \\ud800\nscored de\nodd \\ud800\n"
+    assert not said.out
+    reward.close()
