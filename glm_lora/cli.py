@@ -22,7 +22,7 @@ from rich.text import Text
 
 from glm_lora import __version__, commands_export, commands_report, commands_train
 from glm_lora.config import SglangConfig
-from glm_lora.errors import ConfigError, GlmLoraError, RunError, UserError, first_line
+from glm_lora.errors import ConfigError, GlmLoraError, Interrupted, RunError, UserError, first_line
 
 app = typer.Typer(
     name="glm-lora",
@@ -40,10 +40,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     _open_closed_streams()
-    output = _Output(sys.stdout)
-    with contextlib.redirect_stdout(cast("TextIO", output)):
+    output, errors = _Output(sys.stdout), _Errors(sys.stderr)
+    with (
+        contextlib.redirect_stdout(cast("TextIO", output)),
+        contextlib.redirect_stderr(cast("TextIO", errors)),
+    ):
         code = _run(arguments)
     output.close_if_lost()
+    errors.close_if_lost()
     return code
 
 
@@ -60,8 +64,8 @@ def _open_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
-class _Output:
-    """Standard output whose own failures are told apart from those of other files."""
+class _Stream:
+    """A standard stream that knows whether it was lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -70,6 +74,15 @@ class _Output:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    def close_if_lost(self) -> None:
+        """What is still buffered would fail once more when the interpreter ends."""
+        if self._lost:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+class _Output(_Stream):
+    """Standard output whose own failures are told apart from those of other files."""
+
     def write(self, text: str) -> int:
         """As the stream; RunError when the disk behind it is full."""
         return self._told(self._stream.write, text)
@@ -77,11 +90,6 @@ class _Output:
     def flush(self) -> None:
         """As ``write``."""
         self._told(self._stream.flush)
-
-    def close_if_lost(self) -> None:
-        """What is still buffered would fail once more when the interpreter ends."""
-        if self._lost:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def _told(self, function: Callable[..., T], *arguments: Any) -> T:
         try:
@@ -94,6 +102,28 @@ class _Output:
             raise RunError(f"the output cannot be written: {error.strerror}") from error
 
 
+class _Errors(_Stream):
+    """Standard error whose own failures change nothing: there is no other place to tell them.
+
+    rich and typer would end the program with a code of their own.
+    """
+
+    def write(self, text: str) -> int:
+        """As the stream, where it can be written."""
+        self._tried(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As ``write``."""
+        self._tried(self._stream.flush)
+
+    def _tried(self, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except OSError:
+            self._lost = True
+
+
 def _run(arguments: list[str]) -> int:
     """One command; its exit code."""
     show_traceback = "--traceback" in arguments
@@ -103,6 +133,8 @@ def _run(arguments: list[str]) -> int:
         app(args=_with_sglang_flags(arguments), prog_name="glm-lora")
         sys.stdout.flush()
     except SystemExit as error:
+        if error.code == Interrupted.exit_code:  # typer's way to end on KeyboardInterrupt
+            err.print("stopped")
         return error.code if isinstance(error.code, int) else 1
     except GlmLoraError as error:
         return _failed(error, show_traceback)
@@ -112,7 +144,7 @@ def _run(arguments: list[str]) -> int:
         return _failed(_explained(error), show_traceback)
     except KeyboardInterrupt:
         err.print("stopped")
-        return 130
+        return Interrupted.exit_code
     return 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 # The launcher works from a checkout that was not installed, too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from glm_lora.cli import main
+from glm_lora.__main__ import main
 
 
 def arguments(argv: list[str], environment: dict[str, str]) -> list[str]:

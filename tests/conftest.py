@@ -1,5 +1,6 @@
 """One torch thread per test process, the repository root on the import path, the tiny model."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,11 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 torch.set_num_threads(1)
+
+# A shell script that puts the tests in the background has them ignore SIGINT, and so would every
+# program that they start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

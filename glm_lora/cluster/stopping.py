@@ -88,7 +88,8 @@ def output_blamed(stop: StopRequest) -> Iterator[None]:
 def stop_on_signal(request: StopRequest, listener: Listener) -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP ask the loop to save and stop; a second one stops at once.
 
-    SIGHUP is what a lost terminal sends; under ``nohup`` it stays ignored.
+    SIGHUP is what a lost terminal sends. One that was ignored when the program began stays so:
+    SIGHUP under ``nohup``, SIGINT in what a shell script puts in the background with ``&``.
 
     Sampling and starting are given up on the spot. An update gets ``STOP_LIMIT`` seconds to finish;
     then the run ends without it, and the last checkpoint stands.
@@ -128,13 +129,9 @@ class _Signals:
         self._at_once = False
 
     def __enter__(self) -> None:
-        handlers = {
-            signal.SIGINT: self._asked,
-            signal.SIGTERM: self._asked,
-            signal.SIGALRM: self._due,
-        }
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            handlers[signal.SIGHUP] = self._asked
+        asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        heard = [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
+        handlers = {**dict.fromkeys(heard, self._asked), signal.SIGALRM: self._due}
         self._hook = sys.unraisablehook
         sys.unraisablehook = self._dropped
         self._previous = {number: signal.signal(number, h) for number, h in handlers.items()}

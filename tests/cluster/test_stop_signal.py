@@ -12,8 +12,10 @@ import pytest
 
 PROGRAM = """
 import logging, os, signal, sys, time
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not {nohup}:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves run under nohup
+ignored = {ignored}
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # whatever the tests run under
+    if signal.getsignal(number) is signal.SIG_IGN and number not in ignored:
+        signal.signal(number, signal.SIG_DFL)
 from glm_lora.cluster.stopping import stop_on_signal, stoppable_start
 from glm_lora.errors import Interrupted
 from glm_lora.report.console import SilentListener
@@ -60,6 +62,13 @@ def in_a_library():
 def with_the_terminal():
     asked(signal.SIGHUP)
 
+def interrupted():
+    asked(signal.SIGINT)
+
+def by_all_that_are_ignored():
+    for number in ignored:
+        asked(number)
+
 def twice_in_a_finalizer():
     FinalizedTwice()
 
@@ -78,7 +87,8 @@ try:
 except Interrupted as error:
     print("ended:", error)
 # What it set is the interpreter's own again.
-assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+kept = signal.SIG_IGN if signal.SIGTERM in ignored else signal.SIG_DFL
+assert signal.getsignal(signal.SIGTERM) is kept
 assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 assert sys.unraisablehook is sys.__unraisablehook__
 """
@@ -91,11 +101,12 @@ assert sys.unraisablehook is sys.__unraisablehook__
         ("in_a_log_handler", "ended: stopped while starting"),
         ("in_a_library", "ended: stopped while starting"),
         ("with_the_terminal", "ended: stopped while starting"),
+        ("interrupted", "ended: stopped while starting"),
         ("twice_in_a_finalizer", "ended: stopped at once"),
     ],
 )
 def test_a_signal_is_not_lost(case, said):
-    program = PROGRAM.replace("{case}", case).replace("{nohup}", "False")
+    program = PROGRAM.replace("{case}", case).replace("{ignored}", "()")
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
@@ -104,11 +115,22 @@ def test_a_signal_is_not_lost(case, said):
     assert not done.stderr
 
 
-def test_nohup_keeps_its_meaning():
-    program = PROGRAM.replace("{case}", "with_the_terminal").replace("{nohup}", "True")
+@pytest.mark.parametrize(
+    ("shell", "ignored"),
+    [
+        ('nohup "$@"', "(signal.SIGHUP,)"),
+        ('"$@" & wait $!', "(signal.SIGINT,)"),  # what a script puts in the background
+        ('trap "" INT TERM; exec "$@"', "(signal.SIGINT, signal.SIGTERM)"),
+    ],
+)
+def test_what_is_ignored_from_the_start_stays_so(shell, ignored):
+    program = PROGRAM.replace("{case}", "by_all_that_are_ignored").replace("{ignored}", ignored)
     program = program.replace("waits()\n", "print('went on')\n")
     done = subprocess.run(
-        ["nohup", sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        ["bash", "-c", shell, "bash", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "went on\n"

@@ -19,6 +19,7 @@ import pytest
 from glm_lora.checkpoint.train_state import latest_checkpoint
 from glm_lora.report.run_data import METRICS, read_lines
 from glm_lora.report.run_folder import EVENTS
+from tests.conftest import ROOT
 from tests.prepared import folders
 from tests.tiny_runs import LAUNCHER, train
 
@@ -68,6 +69,52 @@ def test_ctrl_c_with_a_reader_that_dies_of_it_too(tiny_root, tmp_path):
     _, said = process.communicate(timeout=60)
     assert "saved in" in said and "Traceback" not in said, said
     check_saved(run, tiny_root)
+
+
+def test_ctrl_c_with_a_reader_of_both_streams(tiny_root, tmp_path):
+    """As ``train 2>&1 | tee log``: what stopped the run can be told nobody; its code stays."""
+    run = tmp_path / "run"
+    reader = subprocess.Popen(
+        ["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0
+    )
+    process = subprocess.Popen(
+        command(tiny_root, run, "--launcher", "inline"),
+        stdout=reader.stdin,
+        stderr=subprocess.STDOUT,
+        process_group=reader.pid,
+    )
+    assert reader.stdin
+    reader.stdin.close()
+    wait_for_rollouts(process, run)
+    os.killpg(reader.pid, signal.SIGINT)
+    assert (process.wait(60), reader.wait(60)) == (130, -signal.SIGINT)
+    check_saved(run, tiny_root)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["train", "--no-such-option"], 2),
+        (["train", "--model-name", "no-such-model"], 2),
+        (["report", "/no/such/run"], 2),
+        (["targets", "--model-name", "tiny"], 0),
+    ],
+)
+def test_errors_that_nobody_can_read_keep_their_code(words, code):
+    reading, writing = os.pipe()
+    os.close(reading)
+    lost = [writing, *([os.open("/dev/full", os.O_WRONLY)] if Path("/dev/full").exists() else [])]
+    for stream in lost:
+        done = subprocess.run(
+            [sys.executable, "-m", "glm_lora", *words],
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            cwd=ROOT,
+            timeout=60,
+        )
+        os.close(stream)
+        assert done.returncode == code
+        assert bool(done.stdout) == (code == 0)
 
 
 def test_a_terminal_that_closes(tiny_root, tmp_path):
