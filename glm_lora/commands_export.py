@@ -105,10 +105,21 @@ def evaluate(
     from rich.table import Table
 
     from glm_lora.cluster.evaluation import evaluate_run
+    from glm_lora.report.sinks import jsonable
 
-    result = evaluate_run(run, prompt_data, n_samples_per_prompt, seed)
+    result = evaluate_run(
+        run,
+        prompt_data,
+        n_samples_per_prompt,
+        seed,
+        lambda text: typer.echo(f"note: {text}", err=True),
+    )
     if json:
-        typer.echo(json_module.dumps(result))
+        spelled = {
+            name: {key: jsonable(value) for key, value in values.items()}
+            for name, values in result.items()
+        }
+        typer.echo(json_module.dumps(spelled, allow_nan=False))
         return
     table = Table("", *result)
     for name in next(iter(result.values())):

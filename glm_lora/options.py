@@ -128,7 +128,7 @@ def collect(cls: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if isinstance(value, list):
             value = ",".join(value)
-        if get_origin(leaf.field.annotation) is tuple:
+        if get_origin(leaf.field.annotation) is tuple and not isinstance(value, tuple):
             value = tuple(part.strip() for part in str(value).split(",") if part.strip())
         target = values.setdefault(leaf.section, {}) if leaf.section else values
         target[leaf.name] = value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from glm_lora.cluster.driver import prompts_of
@@ -57,12 +57,19 @@ def trainer_references(run: Path, state: AdapterState) -> list[Reference]:
 
 
 def evaluate_run(
-    run: Path, prompt_data: Sequence[str], samples_per_prompt: int, seed: int
+    run: Path,
+    prompt_data: Sequence[str],
+    samples_per_prompt: int,
+    seed: int,
+    note: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
     """``eval/...`` scalars of ``base`` and ``adapter`` of a run, same prompts and seeds.
 
+    ``note`` hears what is left out of them, and why.
+
     Raises:
         ConfigError, CheckpointError, DataError: The run or a prompt file cannot be used.
+        RolloutError: No response has a reward.
     """
     source = from_run(run)
     config = from_toml(TrainConfig, run / CONFIG)
@@ -70,6 +77,8 @@ def evaluate_run(
     reward = reward_of(config.rollout)
     try:
         data = prompts_of(config.rollout, prompt_data, chat, reward)
+        for row in data.bad_rows:
+            note(f"left out: {row}")
         engine = build_engine(config, source.state.selection)
         try:
             engine.push(source.state)
@@ -82,6 +91,7 @@ def evaluate_run(
                 sampling=chat.sampling(config.rollout),
                 samples_per_prompt=samples_per_prompt,
                 seed=seed,
+                note=note,
             )
         finally:
             engine.close()

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from glm_lora.errors import RolloutError
 from glm_lora.protocols import (
     BASE,
     AdapterRef,
@@ -77,6 +78,20 @@ def evaluate(
         ``eval/...`` scalars. Samples without a score count in ``eval/unscored`` and in nothing
         else; a prompt with fewer than k scored samples is left out of pass@k.
     """
+    scored = _sampled(engine, adapter, prompts, reward, decode, sampling, samples_per_prompt, seed)
+    return _summary(*scored, samples_per_prompt)
+
+
+def _sampled(
+    engine: RolloutEngine,
+    adapter: AdapterRef,
+    prompts: Sequence[Prompt],
+    reward: Reward,
+    decode: Callable[[Sequence[int]], str],
+    sampling: SamplingParams,
+    samples_per_prompt: int,
+    seed: int,
+) -> tuple[list[Sample], list[Score]]:
     requests = [
         Request(
             prompt.ids,
@@ -86,8 +101,7 @@ def evaluate(
         for index, prompt in enumerate(prompts)
     ]
     samples = engine.generate(requests, adapter)
-    scores = reward.score(make_answers(prompts, samples, decode, sampling.stop_token_ids))
-    return _summary(samples, scores, samples_per_prompt)
+    return samples, reward.score(make_answers(prompts, samples, decode, sampling.stop_token_ids))
 
 
 def compare(
@@ -100,21 +114,31 @@ def compare(
     sampling: SamplingParams,
     samples_per_prompt: int = 1,
     seed: int = 0,
+    note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[str, float]]:
-    """``evaluate`` of the base and of ``adapter``, by the names ``base`` and ``adapter``."""
-    return {
-        name: evaluate(
-            engine,
-            ref,
-            prompts,
-            reward,
-            decode,
-            sampling=sampling,
-            samples_per_prompt=samples_per_prompt,
-            seed=seed,
+    """``evaluate`` of the base and of ``adapter``, by the names ``base`` and ``adapter``.
+
+    ``note`` hears of samples without a score, and why the first has none.
+
+    Raises:
+        RolloutError: Not one sample of the base, or of the adapter, has a score.
+    """
+    result: dict[str, dict[str, float]] = {}
+    for name, ref in (("base", BASE), ("adapter", adapter)):
+        samples, scores = _sampled(
+            engine, ref, prompts, reward, decode, sampling, samples_per_prompt, seed
         )
-        for name, ref in (("base", BASE), ("adapter", adapter))
-    }
+        missing = [score.reason or "no reason was given" for score in scores if score.value is None]
+        if missing and len(missing) == len(scores):
+            raise RolloutError(
+                f"none of the {len(scores)} responses of the {name} could be scored: {missing[0]}",
+                "a reward for most of them",
+                "Try the reward on one answer by hand",
+            )
+        if missing:
+            note(f"{name}: {len(missing)} of {len(scores)} responses have no reward: {missing[0]}")
+        result[name] = _summary(samples, scores, samples_per_prompt)
+    return result
 
 
 def _summary(samples: Sequence[Sample], scores: Sequence[Score], n: int) -> dict[str, float]:
