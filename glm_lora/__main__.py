@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 def _interrupt_ends() -> Iterator[None]:
     """SIGINT ends the process at once, unless it is ignored; for blocks that only import.
 
-    A KeyboardInterrupt there may land in a callback of the import system, which prints and drops it.
+    A KeyboardInterrupt there may land in a callback of the import system, which drops it.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from glm_lora.arch.safetensors_header import damaged, read_header
 from glm_lora.checkpoint.files import umask
-from glm_lora.errors import CheckpointError
+from glm_lora.errors import CheckpointError, first_line
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -29,6 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _SAMPLE = 2**20
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,18 @@ def write_file(
     """Write a new safetensors file that others may read as far as the umask lets them.
 
     The safetensors library makes it for its owner only; a server may run as another user.
+
+    Raises:
+        OSError: It cannot be written.
     """
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata=dict(metadata))
+    try:
+        save_file(contiguous, path, metadata=dict(metadata))
+    except SafetensorError as error:  # what the operating system said is in its text only
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise OSError(errno.EIO, first_line(error), str(path)) from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     path.chmod(0o666 & ~umask())
 
 

@@ -35,6 +35,7 @@ from glm_lora.checkpoint.files import (
     write_atomic,
     write_errors,
 )
+from glm_lora.checkpoint.iterations import OLD, is_iteration, iteration_of, iterations, leftovers
 from glm_lora.checkpoint.torch_dist import (
     load_tensors,
     save_state_tensors,
@@ -220,12 +221,12 @@ def load_train_state(
 
 def _way_out(folder: Path) -> str:
     """What can be done when the checkpoint ``folder`` of a run cannot be loaded."""
-    if not _is_iteration(folder):
+    if not is_iteration(folder):
         return ""
     if not folder.exists():
-        there = [each.name for each in _iterations(folder.parent) if not damage(each)]
+        there = [each.name for each in iterations(folder.parent) if not damage(each)]
         return f"In {folder.parent} there is: {', '.join(there) or 'no checkpoint'}"
-    for candidate in reversed(_iterations(folder.parent)):
+    for candidate in reversed(iterations(folder.parent)):
         if iteration_of(candidate) < iteration_of(folder) and not damage(candidate, contents=True):
             return (
                 f"{candidate} is whole: move {folder.name} away, then --resume continues from it "
@@ -326,17 +327,17 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     A crash between the two renames of a checkpoint that was being rewritten left it under its
     ``.old`` name; it is put back.
     """
-    for old in (run_dir / "checkpoints").glob("iter_*.old"):
-        if not old.with_suffix("").exists():
+    for old in leftovers(run_dir / "checkpoints"):
+        if old.suffix == OLD and not old.with_suffix("").exists():
             old.rename(old.with_suffix(""))
-    folders = [f for f in _iterations(run_dir / "checkpoints") if _is_finished(f)]
+    folders = [f for f in iterations(run_dir / "checkpoints") if _is_finished(f)]
     return folders[-1] if folders else None
 
 
 def passed_over(run_dir: Path) -> list[str]:
     """Folders newer than ``latest_checkpoint`` that are no finished checkpoints, each with why."""
     latest = latest_checkpoint(run_dir)
-    folders = _iterations(run_dir / "checkpoints")
+    folders = iterations(run_dir / "checkpoints")
     newer = folders[folders.index(latest) + 1 :] if latest else folders
     return [f"{folder.name} is no finished checkpoint: {damage(folder)}" for folder in newer]
 
@@ -345,24 +346,11 @@ def _is_finished(folder: Path) -> bool:
     return (folder / STATE_FILE).exists() and (folder / ".metadata").exists()
 
 
-def _iterations(folder: Path) -> list[Path]:
-    """The checkpoint folders in ``folder``, finished or not, oldest first."""
-    return sorted(filter(_is_iteration, folder.glob("iter_*")), key=iteration_of)
-
-
-def _is_iteration(folder: Path) -> bool:
-    return folder.name.startswith("iter_") and folder.name.removeprefix("iter_").isdigit()
-
-
-def iteration_of(folder: Path) -> int:
-    """Rollouts done at the checkpoint in ``folder``, from its name."""
-    return int(folder.name.removeprefix("iter_"))
-
-
 def prune_checkpoints(run_dir: Path, keep: int, every: int = 0) -> None:
     """Remove all but the newest ``keep`` whole checkpoints, and what crashes left behind.
 
     A damaged one does not count, so that ``keep`` can be loaded; it goes with those of its age.
+    Folders with other names are not the run's and stay (``iter_0000003.backup``).
 
     Args:
         run_dir: Run folder.
@@ -370,12 +358,11 @@ def prune_checkpoints(run_dir: Path, keep: int, every: int = 0) -> None:
         every: Keep those whose iteration is a multiple of this, too; 0 keeps none.
     """
     folder = run_dir / "checkpoints"
-    present = _iterations(folder)
+    present = iterations(folder)
     oldest = _oldest_kept(present, keep)  # once: it reads the index of every checkpoint it counts
     older = [path for path in present if iteration_of(path) < oldest]
     older = [path for path in older if not every or iteration_of(path) % every]
-    leftovers = [path for path in folder.glob("iter_*") if not _is_iteration(path)]
-    for path in [*older, *leftovers]:
+    for path in [*older, *leftovers(folder)]:
         shutil.rmtree(path, ignore_errors=True)
 
 

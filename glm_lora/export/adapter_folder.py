@@ -22,15 +22,18 @@ def write_adapter(
     config: dict[str, Any],
     tensors: dict[str, torch.Tensor],
     files: dict[str, str] | None = None,
+    *,
+    over: bool = False,
 ) -> Path:
     """Write one adapter folder: configuration, weights, selection and further text files.
 
     Args:
         state: The whole adapter, fp32 or bf16.
-        output: New or empty folder.
+        output: New or empty folder; what a link names is filled.
         config: The configuration in the format's words.
         tensors: The tensors of ``state`` under the format's names.
         files: Further text files by name (a model card).
+        over: ``output`` may hold an earlier adapter, whose files are replaced, and other files.
 
     Raises:
         ConfigError: ``output`` is not a new or empty writable folder with enough space.
@@ -43,7 +46,8 @@ def write_adapter(
         SELECTION_FILE: state.selection.to_json(),
         **(files or {}),
     }
-    with new_folder(output, total_bytes(tensors) + sum(map(len, texts.values()))) as folder:
+    size = total_bytes(tensors) + sum(map(len, texts.values()))
+    with new_folder(output, size, over=over) as folder:
         metadata = {"format": "pt", "digest": state.digest, "version": str(state.version)}
         write_file(folder / WEIGHTS_FILE, tensors, metadata)
         for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""Write a result into a new folder: complete under its final name, or not there at all."""
+"""Write a result into a folder: complete under its final name, or not there at all."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from glm_lora.checkpoint.files import existing, umask
 from glm_lora.errors import ConfigError, ExportError
 
 
-def check_output(output: Path, num_bytes: int = 0) -> None:
+def check_output(output: Path, num_bytes: int = 0, *, over: bool = False) -> None:
     """Check, before any work, that ``output`` can be made and will fit.
 
     Args:
         output: Folder to be made; it may exist if it is empty.
         num_bytes: What will be written, in bytes.
+        over: It may also hold files.
 
     Raises:
         ConfigError: It is a file or not empty, cannot be written, or the disk is too full.
     """
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file", "a new or empty folder")
-    if output.is_dir() and any(output.iterdir()):
+    if output.is_dir() and not over and any(output.iterdir()):
         raise ConfigError(f"--output {output} is not empty", "a new or empty folder")
-    parent = existing(output.absolute().parent)
+    parent = existing(output.absolute() if over else output.absolute().parent)
     try:
         # Tried, not asked for: permissions say nothing of file systems that take no files.
         os.rmdir(tempfile.mkdtemp(prefix=f".{output.name}.", dir=parent))
@@ -44,24 +45,37 @@ def check_output(output: Path, num_bytes: int = 0) -> None:
 
 
 @contextmanager
-def new_folder(output: Path, num_bytes: int = 0) -> Iterator[Path]:
-    """A working folder beside ``output`` that takes its name when the block ends well.
+def new_folder(output: Path, num_bytes: int = 0, *, over: bool = False) -> Iterator[Path]:
+    """A working folder that takes the name ``output`` when the block ends well.
+
+    Args:
+        output: New or empty folder; where it is a link, what that names is filled.
+        num_bytes: What will be written, in bytes.
+        over: ``output`` may hold files. Then each new file takes the place of the one with its
+            name, and the others stay.
 
     Raises:
         ConfigError: See ``check_output``.
         ExportError: Writing failed, for example on a full disk; nothing is left behind.
     """
-    output = output.resolve()  # a link stays a link: what it names is filled
-    check_output(output, num_bytes)
+    output = output.resolve()
+    check_output(output, num_bytes, over=over)
+    over = over and output.is_dir()
     working: Path | None = None
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        working = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        # Beside the files that are replaced: what is moved over them must be on their disk.
+        parent = output if over else output.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        working = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=parent))
         working.chmod(0o777 & ~umask())
         yield working
-        if output.is_dir():
-            output.rmdir()
-        working.rename(output)
+        if over:
+            for path in working.iterdir():
+                path.replace(output / path.name)
+        else:
+            if output.is_dir():
+                output.rmdir()
+            working.rename(output)
     except OSError as error:
         raise ExportError(
             f"{output} cannot be written: {error.strerror or error}",

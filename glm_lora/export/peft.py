@@ -62,7 +62,12 @@ def peft_tensors(state: AdapterState) -> dict[str, torch.Tensor]:
 
 
 def export_peft(
-    state: AdapterState, output: Path, base_model: str, files: dict[str, str] | None = None
+    state: AdapterState,
+    output: Path,
+    base_model: str,
+    files: dict[str, str] | None = None,
+    *,
+    over: bool = False,
 ) -> Path:
     """Write ``state`` as a PEFT adapter folder (see ``write_adapter``) for ``base_model``.
 
@@ -72,4 +77,4 @@ def export_peft(
     """
     check_state(state)
     config = peft_config(state.selection, base_model)
-    return write_adapter(state, output, config, peft_tensors(state), files)
+    return write_adapter(state, output, config, peft_tensors(state), files, over=over)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from glm_lora.checkpoint.train_state import latest_checkpoint
@@ -15,6 +14,9 @@ from glm_lora.report.run_folder import RunFolder
 def write_result(adapter: AdapterState, folder: RunFolder, base_model: str, *, saved: bool) -> None:
     """Write the PEFT adapter into the run folder, over the one of an earlier finish.
 
+    Until it is complete that one stays; other files in its folder stay anyway. Where the folder is
+    a link, what that names is written to.
+
     Args:
         adapter: The trained adapter.
         folder: The run's.
@@ -23,16 +25,18 @@ def write_result(adapter: AdapterState, folder: RunFolder, base_model: str, *, s
             where that did not.
 
     Raises:
-        ConfigError, ExportError: The adapter cannot be written.
-        RunError: The last checkpoint was not written.
+        RunError: The adapter, or the last checkpoint, was not written.
     """
     try:
-        if folder.adapter.exists():
-            shutil.rmtree(folder.adapter)
-        export_peft(adapter, folder.adapter, base_model)
+        export_peft(adapter, folder.adapter, base_model, over=True)
     except (ConfigError, ExportError) as error:
         if saved:
-            raise
+            last = latest_checkpoint(folder.path)
+            raise RunError(
+                f"the adapter was not written ({error.what})",
+                error.expected,
+                f"{last} holds all that was trained: mend that, then --resume writes it",
+            ) from error
         raise RunError(
             f"neither the last checkpoint nor the adapter was written ({error.what})",
             next_step=_way_on(folder.path, None),

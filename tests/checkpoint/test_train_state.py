@@ -206,6 +206,18 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["iter_0000005"]
 
 
+def test_pruning_leaves_folders_with_names_of_their_own(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    place = tmp_path / "checkpoints"
+    mine = {"iter_0000001.backup", "iter_0000001_before_lr_spike", "iter_best.old", "iter_"}
+    left = {"iter_0000001.partial", "iter_0000001.old"}
+    for name in mine | left:
+        (place / name).mkdir()
+    assert latest_checkpoint(tmp_path) == place / "iter_0000002"
+    prune_checkpoints(tmp_path, 1)
+    assert {path.name for path in place.iterdir()} == {"iter_0000002", *mine}
+
+
 def test_newer_folders_that_are_passed_over_are_named(tmp_path: Path) -> None:
     _, second, third = saved(tmp_path, 1, 2, 3)
     (second / ".metadata").unlink()
