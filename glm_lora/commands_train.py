@@ -101,7 +101,7 @@ def train(
     model_name: ModelName = DEFAULT_MODEL,
     adapter: AdapterRecipe = None,
     run_dir: Annotated[
-        Path | None, path_option("Run folder (default runs/<model>-<time>).")
+        Path | None, path_option("Run folder (default runs/<model>-<time>-<random>).")
     ] = None,
     launcher: Annotated[
         str,

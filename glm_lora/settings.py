@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,8 +68,12 @@ def spec_of(model_name: str, hf_checkpoint: Path) -> ModelSpec:
 
 
 def default_run_dir(model_name: str) -> Path:
-    """``runs/<model>-<time>`` in the working directory."""
-    return Path("runs") / f"{model_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """``runs/<model>-<time>-<random>`` in the working directory.
+
+    The run makes its folder seconds later, and others may start in the same second.
+    """
+    name = f"{model_name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    return Path("runs") / name
 
 
 def selection_values(given: Mapping[str, Any]) -> dict[str, Any]:

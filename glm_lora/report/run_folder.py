@@ -13,15 +13,17 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from glm_lora.checkpoint.files import write_atomic
+from glm_lora.checkpoint.iterations import iterations, leftovers
+from glm_lora.checkpoint.removal import remove_all
 from glm_lora.checkpoint.train_state import iteration_of, latest_checkpoint
 from glm_lora.config import TrainConfig, from_toml, to_toml
 from glm_lora.errors import ConfigError, GlmLoraError
+from glm_lora.lora.serving import CONFIG_FILE, WEIGHTS_FILE
 from glm_lora.report.sinks import STEP_KEY
 from glm_lora.targets.selection import Selection
 
@@ -124,7 +126,7 @@ class RunFolder:
     def _closed_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except OSError:
+        except (OSError, ConfigError):
             self.close()
             raise
 
@@ -138,7 +140,7 @@ class RunFolder:
     ) -> None:
         if replace:
             _remove_run(self.path)
-        self.checkpoints.mkdir()
+        self.checkpoints.mkdir(exist_ok=True)  # it may hold files of others
         self.logs.mkdir()
         write_atomic(self.path / SELECTION, selection.to_json())
         write_atomic(self.path / BASE_FILE, json.dumps(dict(base), indent=1) + "\n")
@@ -180,12 +182,34 @@ def _lock(path: Path) -> int:
 
 
 def _remove_run(path: Path) -> None:
-    (path / CONFIG).unlink()
-    for name in (SELECTION, BASE_FILE, INPUTS, METRICS, EVENTS, SAMPLES, REPORT):
-        (path / name).unlink(missing_ok=True)
-    for name in ("checkpoints", "adapter", "logs", REPORT_PNGS):
-        if (path / name).exists():
-            shutil.rmtree(path / name)
+    """Remove what a run wrote, but for ``config.toml``, which the next run's replaces at the end.
+
+    A folder in which this or the next run's start came to a stop is then still a run, for another
+    ``--force``. Other files stay, in ``checkpoints`` and ``adapter``, too; ``logs`` and the charts'
+    folder go whole. Of a link only the link goes; what it names stays.
+
+    Raises:
+        ConfigError: Something cannot be removed; nothing was.
+    """
+    checkpoints, adapter = path / "checkpoints", path / "adapter"
+    names = (SELECTION, BASE_FILE, INPUTS, METRICS, EVENTS, SAMPLES, REPORT, REPORT_PNGS, "logs")
+    written = [path / name for name in names]
+    written += [folder for folder in (checkpoints, adapter) if folder.is_symlink()]
+    if not checkpoints.is_symlink():
+        written += [*iterations(checkpoints), *leftovers(checkpoints)]
+    if not adapter.is_symlink():
+        written += [adapter / name for name in (CONFIG_FILE, WEIGHTS_FILE, SELECTION)]
+    try:
+        remove_all(written)
+    except OSError as error:
+        raise ConfigError(
+            f"--force: {error.filename} cannot be removed ({error.strerror})",
+            "a run that this user may remove",
+            "Mend that, or name another folder with --run-dir",
+        ) from error
+    for folder in (checkpoints, adapter):
+        with contextlib.suppress(OSError):  # it holds other files, or is not there
+            folder.rmdir()
 
 
 def check_new(config: TrainConfig, *, force: bool) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from glm_lora.cli import main
 from glm_lora.report.run_data import read_lines
-from glm_lora.settings import resolve_train
+from glm_lora.settings import default_run_dir, resolve_train
 from tests.prepared import folders
-from tests.tiny_runs import adapter, metric, train
+from tests.tiny_runs import LAUNCHER, adapter, metric, train
 
 
 def test_rollout_and_training_overlap_by_one_step(tiny_root, tmp_path):
@@ -21,6 +23,17 @@ def test_rollout_and_training_overlap_by_one_step(tiny_root, tmp_path):
     assert staleness == [0.0] + [1.0] * 24
     rewards = metric(run, "rollout/raw_reward")
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+
+
+def test_runs_that_start_together_have_folders_of_their_own(tiny_root, tmp_path):
+    words = ["train", "--model-name", "tiny", "--launcher", "inline", "--num-rollout", "1"]
+    command = [sys.executable, LAUNCHER, *words, *folders(tiny_root)]
+    started = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in "ab"]
+    assert [process.wait(120) for process in started] == [0, 0]
+    runs = list((tmp_path / "runs").iterdir())
+    assert len(runs) == 2 and all((run / "adapter").is_dir() for run in runs)
+    names = [default_run_dir("tiny") for _ in range(100)]  # all within a second or two
+    assert len(set(names)) == 100
 
 
 def test_evaluation_during_training(tiny_root, tiny, tmp_path):
