@@ -138,7 +138,15 @@ def train(
     if sglang_flags:
         values.setdefault("sglang", {})["sglang_flags"] = sglang_flags
     world = settings.torchrun_world()
-    chosen = launcher or ("torchrun" if world else "ray")
+    stored: dict[str, Any] = {}
+    if resume and run_dir is not None:
+        from glm_lora.report.resuming import stored_options
+
+        stored = stored_options(run_dir, values, launcher, world[1] if world else None)
+        for folder, name in ((model_dir, "hf_checkpoint"), (ckpt_dir, "ref_load")):
+            if folder is not None:
+                stored.pop(name, None)
+    chosen = launcher or ("torchrun" if world else stored.get("launcher", "ray"))
     for name, value in (
         ("run_dir", run_dir), ("hf_checkpoint", hf_checkpoint), ("ref_load", ref_load),
     ):  # fmt: skip
@@ -149,6 +157,7 @@ def train(
     values |= {"model_name": model_name, "launcher": chosen}
     config = settings.resolve_train(
         values,
+        stored=stored,
         models=settings.model_dir(model_dir),
         ckpts=settings.ckpt_dir(ckpt_dir),
         data=settings.data_dir(data_dir),
@@ -179,17 +188,19 @@ def _dry_run(wanted: Outline, *, leading: bool, resume: bool, force: bool) -> No
         _announce(wanted)
         for line in lines:
             out.print(line, soft_wrap=True, markup=False)
-    from glm_lora.report.run_folder import check_new, check_resume
+    from glm_lora.report.resuming import check_resume, inputs_of
+    from glm_lora.report.run_folder import check_new
 
     if not resume:
         check_new(wanted.config, force=force)
     checked = on_base(wanted)
-    if resume:
-        check_resume(checked.config, checked.selection, checked.base)
     from glm_lora.cluster.driver import load_text
 
     text = load_text(checked)
     text.reward.close()
+    if resume:
+        inputs = inputs_of(checked.config, text.data.fingerprint)
+        check_resume(checked.config, checked.selection, checked.base, inputs)
     if leading:
         out.print(f"prompts: {len(text.data)} usable, {len(text.data.bad_rows)} left out")
 

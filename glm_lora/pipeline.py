@@ -41,7 +41,8 @@ def run(job: Job) -> AdapterState:
                 snapshot = job.snapshot()
             if ahead:
                 wait([ahead])  # the engine finishes with this adapter before it gets the next
-            adapter = sync(job, probe, snapshot)
+            with job.saved_on_failure(step):
+                adapter = sync(job, probe, snapshot)
             job.finish_rollout(step, adapter)
     job.listener.phase("check")
     with job.trainer_on_device(probe):

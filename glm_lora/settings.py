@@ -86,6 +86,7 @@ def selection_values(given: Mapping[str, Any]) -> dict[str, Any]:
 def resolve_train(
     values: Mapping[str, Any],
     *,
+    stored: Mapping[str, Any] | None = None,
     models: Path,
     ckpts: Path,
     data: Path,
@@ -95,6 +96,7 @@ def resolve_train(
 
     Args:
         values: Nested options that were given (``options.collect``).
+        stored: Nested options of a run that is to continue, for those that were not.
         models: Folder of Hugging Face checkpoints.
         ckpts: Folder of torch_dist bases.
         data: Folder of datasets.
@@ -103,13 +105,15 @@ def resolve_train(
     Raises:
         ConfigError: A value out of range, or a shape that cannot work.
     """
-    name = values.get("model_name", TrainConfig.model_fields["model_name"].default)
-    given = Path(values.get("hf_checkpoint", hf_path(name, models))).expanduser()
+    stored = stored or {}
+    known = merge(stored, values)
+    name = known.get("model_name", TrainConfig.model_fields["model_name"].default)
+    given = Path(known.get("hf_checkpoint", hf_path(name, models))).expanduser()
     if not (given / "config.json").exists():
         builtin(name)
     tiny = name == TINY
-    nodes = values.get("num_nodes", 1)
-    gpus = values.get("num_gpus_per_node", 1 if tiny else RECIPE_GPUS_PER_NODE)
+    nodes = known.get("num_nodes", 1)
+    gpus = known.get("num_gpus_per_node", 1 if tiny else RECIPE_GPUS_PER_NODE)
     if world_size is not None:
         gpus = world_size // max(1, nodes)
     defaults: dict[str, Any] = {
@@ -122,14 +126,14 @@ def resolve_train(
         "rollout": {"prompt_data": _default_prompts(name, data)},
     }
     if not tiny:
-        stages = values.get("parallel", {}).get("pipeline_model_parallel_size", 1)
+        stages = known.get("parallel", {}).get("pipeline_model_parallel_size", 1)
         defaults["parallel"] = {
             "tensor_model_parallel_size": min(8, gpus),
             "expert_model_parallel_size": _most_expert_ranks(name, nodes * gpus // stages),
         }
-        defaults["sglang"] = _recipe_engines(name, values, nodes * gpus)
+        defaults["sglang"] = _recipe_engines(name, known, nodes * gpus)
     values = {**values, "selection": selection_values(values.get("selection", {}))}
-    config = _absolute(build(TrainConfig, merge(defaults, _tiny(tiny), values)))
+    config = _absolute(build(TrainConfig, merge(defaults, _tiny(tiny), stored, values)))
     _check_shape(config)
     _check_unused(config)
     return config
@@ -148,7 +152,28 @@ def _absolute(config: TrainConfig) -> TrainConfig:
     paths = {name: whole(getattr(config, name)) for name in names}
     key_file = whole(config.sglang.rollout_engine_key_file)
     sglang = config.sglang.model_copy(update={"rollout_engine_key_file": key_file})
-    return config.model_copy(update={**paths, "sglang": sglang})
+    rollout = config.rollout
+    files = {
+        "prompt_data": tuple(map(_whole_source, rollout.prompt_data)),
+        "eval_prompt_data": tuple(map(_whole_source, rollout.eval_prompt_data)),
+        "reward": _whole_file(rollout.reward),
+    }
+    return config.model_copy(
+        update={**paths, "sglang": sglang, "rollout": rollout.model_copy(update=files)}
+    )
+
+
+def _whole_file(name: str) -> str:
+    """The whole path of a file; what names no file (a built-in reward, a URL) as it is."""
+    path = Path(name).expanduser()
+    return os.path.abspath(path) if path.is_file() else name
+
+
+def _whole_source(source: str) -> str:
+    """As ``_whole_file`` for ``FILE`` or ``FILE@WEIGHT``."""
+    whole = _whole_file(source)
+    head, at, tail = source.rpartition("@")
+    return f"{_whole_file(head)}@{tail}" if at and whole == source else whole
 
 
 def _recipe_engines(name: str, values: Mapping[str, Any], gpus: int) -> dict[str, Any]:

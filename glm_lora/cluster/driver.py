@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +24,7 @@ from glm_lora.cluster.stopping import (
     stop_on_signal,
     stoppable_start,
 )
+from glm_lora.cluster.warm_start import starting_adapter
 from glm_lora.config import RolloutConfig, TrainConfig
 from glm_lora.errors import (
     ConfigError,
@@ -37,9 +38,10 @@ from glm_lora.errors import (
     TrainingError,
     first_line,
 )
-from glm_lora.protocols import AdapterState, RolloutEngine, Trainer
+from glm_lora.protocols import RolloutEngine, Trainer
 from glm_lora.report.console import Listener
 from glm_lora.report.history import RunHistory
+from glm_lora.report.resuming import inputs_of, resume_run
 from glm_lora.report.run_folder import RunFolder, truncate_metrics
 from glm_lora.report.sinks import JsonlSink, MetricSink, TensorBoardSink, WandbSink
 from glm_lora.rl.chat import ChatFormat
@@ -127,15 +129,12 @@ def train(
         with stoppable_start(stop, None):
             text = load_text(plan)
             outer.callback(text.reward.close)
-            start = starting_adapter(plan)
+            start = None if resume else starting_adapter(plan)
         stop.polled = config.launcher == "ray"
         # Before the run folder is made: a shape that does not fit is a wrong command.
         with stoppable_start(stop, None):
             placement = _fitting_placement(config, outer, stop.check)
-        if resume:
-            folder = RunFolder.resume(config, plan.selection, plan.base)
-        else:
-            folder = RunFolder.create(config, plan.selection, plan.base, force=force)
+        folder = _folder(plan, text, resume=resume, force=force)
         outer.callback(folder.close)
         with contextlib.ExitStack() as stack:
             jobs: list[Job] = []
@@ -178,6 +177,13 @@ def train(
                         )
                     run(trainer, engine, resume, 0)
     return folder
+
+
+def _folder(plan: Plan, text: Text, *, resume: bool, force: bool) -> RunFolder:
+    inputs = inputs_of(plan.config, text.data.fingerprint)
+    if resume:
+        return resume_run(plan.config, plan.selection, plan.base, inputs)
+    return RunFolder.create(plan.config, plan.selection, plan.base, inputs, force=force)
 
 
 def _ended(
@@ -251,7 +257,7 @@ def _run_on_ray(
                 raise RunError(
                     f"processes were lost {losses} times, the last time because: {error}",
                     f"at most --max-restarts {config.max_restarts}",
-                    "The last checkpoint is valid: continue with --resume",
+                    _next_step(folder),
                 ) from error
             listener.note(f"restart {losses} of {config.max_restarts}: {first_line(error)}")
             resume = latest_checkpoint(folder.path) is not None
@@ -259,42 +265,11 @@ def _run_on_ray(
                 truncate_metrics(folder.metrics, 0)
 
 
-def starting_adapter(plan: Plan) -> AdapterState | None:
-    """The adapter of ``--lora-adapter-path``, which must cover exactly the selection.
-
-    Raises:
-        CheckpointError: It cannot be read exactly.
-        ConfigError: It was made for other projections, ranks or scaling.
-    """
-    path = plan.config.lora_adapter_path
-    if path is None:
-        return None
-    from glm_lora.export.load import load_adapter
-
-    state = load_adapter(path, plan.spec, plan.config.model_name)
-    wanted, found = plan.selection.tensor_shapes(), state.selection.tensor_shapes()
-    differences = [f"missing {key}" for key in wanted if key not in found]
-    differences += [f"not selected {key}" for key in found if key not in wanted]
-    differences += [
-        f"{key} is {found[key]}, not {wanted[key]}"
-        for key in wanted
-        if key in found and found[key] != wanted[key]
-    ]
-    scalings = {a.a_key: a.alpha / a.rank for a in state.selection.adapters}
-    differences += [
-        f"{a.a_key} is scaled by {scalings[a.a_key]:g}, not {a.alpha / a.rank:g}"
-        for a in plan.selection.adapters
-        if a.a_key in scalings and scalings[a.a_key] != a.alpha / a.rank
-    ]
-    if differences:
-        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-        raise ConfigError(
-            f"--lora-adapter-path {path} does not fit the selection: "
-            + "; ".join(differences[:4])
-            + more,
-            "the projections, ranks and alpha of this run",
-        )
-    return replace(state, selection=plan.selection)
+def _next_step(folder: RunFolder) -> str:
+    last = latest_checkpoint(folder.path)
+    if last is None:
+        return "Nothing was saved yet: start it anew with --force, best with a --save-interval"
+    return f"{last} is valid: continue with --resume"
 
 
 def _job(

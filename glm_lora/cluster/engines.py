@@ -135,7 +135,7 @@ class EnginePool:
                 raise RolloutError(
                     f"engine {member.number} was lost {member.restarts + 1} times in a row, the "
                     f"last time because: {cause}",
-                    next_step="Its log is in the run's logs folder; continue with --resume",
+                    next_step="SGLang's log is in the run's logs folder; continue with --resume",
                 ) from cause
             member.restarts += 1
             self.restarts += 1

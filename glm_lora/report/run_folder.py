@@ -1,16 +1,16 @@
 """The run folder: what a run leaves behind, and who may write to it.
 
 ``config.toml`` (resolved), ``selection.json``, ``base.json`` (fingerprint), ``inputs.json`` (sha256
-of a reward file), ``metrics.jsonl``, ``events.jsonl``, ``samples.jsonl``, ``checkpoints/iter_*``,
-``adapter/`` (PEFT), ``logs/`` and the report. A folder that already holds a run is refused unless
-the run is resumed or overwritten on purpose, and two processes never write to one.
+of prompts and of a reward file), ``metrics.jsonl``, ``events.jsonl``, ``samples.jsonl``,
+``checkpoints/iter_*``, ``adapter/`` (PEFT), ``logs/`` and the report. A folder that already holds a
+run is refused unless the run is resumed or overwritten on purpose, and two processes never write
+to one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,7 @@ from typing import Any
 from glm_lora.checkpoint.files import write_atomic
 from glm_lora.checkpoint.iterations import iterations, leftovers
 from glm_lora.checkpoint.removal import remove_all
-from glm_lora.checkpoint.train_state import iteration_of, latest_checkpoint
-from glm_lora.config import TrainConfig, from_toml, to_toml
+from glm_lora.config import TrainConfig, to_toml
 from glm_lora.errors import ConfigError, GlmLoraError
 from glm_lora.lora.serving import CONFIG_FILE, WEIGHTS_FILE
 from glm_lora.report.sinks import STEP_KEY
@@ -31,26 +30,12 @@ CONFIG, SELECTION, BASE_FILE = "config.toml", "selection.json", "base.json"
 INPUTS = "inputs.json"
 METRICS, EVENTS, SAMPLES = "metrics.jsonl", "events.jsonl", "samples.jsonl"
 REPORT, REPORT_PNGS = "report.html", "report"
-_MAY_CHANGE_ON_RESUME = frozenset(
-    {
-        "run_dir", "hf_checkpoint", "ref_load", "launcher", "ray_address", "num_nodes",
-        "num_gpus_per_node", "save_interval", "keep_last", "keep_every", "tensorboard", "wandb",
-        "device", "offload_train_target", "max_restarts", "step_timeout", "parallel", "selection",
-        "sglang",
-    }
-)  # fmt: skip
-_MAY_CHANGE_IN_ROLLOUT = frozenset(
-    {
-        "num_rollout", "rollout_engine", "rollout_timeout", "eval_interval", "eval_prompt_data",
-        "logprob_diff_limit",
-    }
-)  # fmt: skip
 
 
 class RunFolder:
     """A run folder that this process has opened for writing.
 
-    Use ``RunFolder.create`` or ``RunFolder.resume``.
+    Use ``RunFolder.create`` or ``report.resuming.resume_run``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +69,13 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, config: TrainConfig, selection: Selection, base: Mapping[str, Any], *, force: bool
+        cls,
+        config: TrainConfig,
+        selection: Selection,
+        base: Mapping[str, Any],
+        inputs: Mapping[str, str],
+        *,
+        force: bool,
     ) -> RunFolder:
         """Make the folder of a new run.
 
@@ -92,6 +83,7 @@ class RunFolder:
             config: The resolved configuration.
             selection: What is trained.
             base: What identifies the base (its fingerprint among it).
+            inputs: sha256 of the files that decide what the run learns.
             force: Remove an earlier run in the same folder; other files are never removed.
 
         Raises:
@@ -102,25 +94,23 @@ class RunFolder:
             config.run_dir.mkdir(parents=True, exist_ok=True)
             folder = cls(config.run_dir)
             with folder._closed_on_failure():
-                folder._begin(config, selection, base, replace=held)
+                folder._begin(config, selection, base, inputs, replace=held)
         return folder
 
     @classmethod
-    def resume(
-        cls, config: TrainConfig, selection: Selection, base: Mapping[str, Any]
-    ) -> RunFolder:
-        """Open the folder of a run that is to continue.
+    def open(cls, path: Path) -> RunFolder:
+        """Open the folder of an earlier run; ConfigError when it is in use or cannot be written."""
+        with _write_errors(path):
+            return cls(path)
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Replace the configuration by the one the run goes on with.
 
         Raises:
-            ConfigError: No run there, or it was made with another base, selection or configuration
-                (the differences are listed), or the folder cannot be written.
+            ConfigError: The folder cannot be written.
         """
-        with _write_errors(config.run_dir):
-            check_resume(config, selection, base)
-            folder = cls(config.run_dir)
-            with folder._closed_on_failure():
-                write_atomic(config.run_dir / CONFIG, to_toml(config))
-        return folder
+        with _write_errors(self.path):
+            write_atomic(self.path / CONFIG, to_toml(config))
 
     @contextlib.contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
@@ -135,6 +125,7 @@ class RunFolder:
         config: TrainConfig,
         selection: Selection,
         base: Mapping[str, Any],
+        inputs: Mapping[str, str],
         *,
         replace: bool,
     ) -> None:
@@ -144,7 +135,7 @@ class RunFolder:
         self.logs.mkdir()
         write_atomic(self.path / SELECTION, selection.to_json())
         write_atomic(self.path / BASE_FILE, json.dumps(dict(base), indent=1) + "\n")
-        write_atomic(self.path / INPUTS, json.dumps(_inputs(config), indent=1) + "\n")
+        write_atomic(self.path / INPUTS, json.dumps(dict(inputs), indent=1) + "\n")
         # Last: a folder without it is not a run.
         write_atomic(self.path / CONFIG, to_toml(config))
 
@@ -235,66 +226,6 @@ def check_new(config: TrainConfig, *, force: bool) -> bool:
             "an empty or a new folder",
         )
     return bool(held)
-
-
-def check_resume(config: TrainConfig, selection: Selection, base: Mapping[str, Any]) -> None:
-    """Check that the run in ``config.run_dir`` can continue with these settings; changes nothing.
-
-    Raises:
-        ConfigError: As ``RunFolder.resume``.
-    """
-    path = config.run_dir
-    if not (path / CONFIG).exists():
-        raise ConfigError(f"--resume: {path} holds no run", "the --run-dir of an earlier run")
-    differences = _differences(from_toml(TrainConfig, path / CONFIG), config)
-    stored = read_object(path / SELECTION).get("hash")
-    if stored != selection.hash:
-        differences.append("selection: other sites, ranks, alpha or dropout")
-    stored_base = read_object(path / BASE_FILE)
-    if stored_base.get("fingerprint") != base.get("fingerprint"):
-        differences.append(
-            f"base: {stored_base.get('fingerprint')} then, {base.get('fingerprint')} now"
-        )
-    now = _inputs(config)
-    then = read_object(path / INPUTS) if (path / INPUTS).exists() else now
-    differences += [f"{name}: another content" for name in now if then.get(name) != now[name]]
-    if differences:
-        raise ConfigError(
-            f"--resume: {path} was made with other settings: " + "; ".join(differences),
-            "the settings it was started with",
-        )
-    done = latest_checkpoint(path)
-    wanted = config.rollout.num_rollout
-    if done is not None and iteration_of(done) > wanted:
-        raise ConfigError(
-            f"--resume: {path} has done more rollouts than --num-rollout {wanted}",
-            f"at least {iteration_of(done)}",
-        )
-
-
-def _inputs(config: TrainConfig) -> dict[str, str]:
-    """sha256 of the files whose contents decide what a run learns and whose names may stay."""
-    reward = Path(config.rollout.reward)
-    if reward.suffix != ".py" or not reward.is_file():
-        return {}
-    return {f"rollout.reward ({reward})": hashlib.sha256(reward.read_bytes()).hexdigest()}
-
-
-def _differences(then: TrainConfig, now: TrainConfig) -> list[str]:
-    found: list[str] = []
-    old, new = then.model_dump(mode="json"), now.model_dump(mode="json")
-    for key, value in old.items():
-        if key in _MAY_CHANGE_ON_RESUME:
-            continue
-        if not isinstance(value, dict):
-            if value != new[key]:
-                found.append(f"{key}: {value!r} then, {new[key]!r} now")
-            continue
-        for name, inner in value.items():
-            allowed = key == "rollout" and name in _MAY_CHANGE_IN_ROLLOUT
-            if inner != new[key][name] and not allowed:
-                found.append(f"{key}.{name}: {inner!r} then, {new[key][name]!r} now")
-    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

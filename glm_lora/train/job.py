@@ -6,7 +6,7 @@ import contextlib
 import math
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -26,7 +26,9 @@ from glm_lora.errors import (
     ConfigError,
     Interrupted,
     ProcessLost,
+    RolloutError,
     StopNow,
+    SyncError,
     TrainingError,
     first_line,
 )
@@ -40,6 +42,7 @@ from glm_lora.protocols import (
 from glm_lora.report.console import Listener
 from glm_lora.report.history import RunHistory
 from glm_lora.report.html import write_report
+from glm_lora.report.resuming import changes
 from glm_lora.report.run_folder import RunFolder, truncate_metrics
 from glm_lora.report.sinks import MetricSink
 from glm_lora.rl.data import Prompt
@@ -49,32 +52,7 @@ from glm_lora.sync.push import Probe, check_base
 from glm_lora.targets.selection import Selection
 from glm_lora.train.experience import Explorer
 from glm_lora.train.finish import write_result
-
-
-class Recorder:
-    """Collects the scalars of one rollout and hands them to the sinks once."""
-
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
-        self._sinks = list(sinks)
-        self._current: dict[str, float] = {}
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Add scalars to the present rollout; a time that comes twice is summed."""
-        for key, value in metrics.items():
-            summed = key.startswith("time/") and key in self._current
-            self._current[key] = self._current[key] + value if summed else value
-
-    def flush(self, step: int) -> dict[str, float]:
-        """Write the present rollout and begin the next."""
-        done, self._current = self._current, {}
-        for sink in self._sinks:
-            sink.log(step, done)
-        return done
-
-    def close(self) -> None:
-        """Close every sink."""
-        for sink in self._sinks:
-            sink.close()
+from glm_lora.train.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -229,6 +207,13 @@ class Job:
             self.stop.check()
             yield
             self.stop.sampling = False
+        except RolloutError:
+            self.stop.sampling = False
+            if step and latest_checkpoint(self.folder.path) != iteration_folder(
+                self.folder.path, step
+            ):
+                self.save(step)  # the engine is lost, what was trained is not
+            raise
         except StopNow as error:
             self.stop.sampling = False
             saved = self.save(step)
@@ -239,10 +224,12 @@ class Job:
 
     @contextlib.contextmanager
     def saved_on_failure(self, step: int) -> Iterator[None]:
-        """A health gate that stops the run inside leaves a checkpoint of what led to it."""
+        """What stops the run inside, after its update, leaves a checkpoint and its figures."""
         try:
             yield
-        except TrainingError:
+        except (TrainingError, SyncError):
+            metrics = self.recorder.flush(step)
+            self.listener.rollout(step, metrics)
             self.save(step + 1)
             raise
 
@@ -288,17 +275,19 @@ class Job:
         folder = latest_checkpoint(self.folder.path)
         for line in passed_over(self.folder.path):
             self.listener.note(f"passed over: {line}")
-        if folder is None:
-            raise CheckpointError(
-                f"--resume: {self.folder.path} holds no finished checkpoint",
-                "a run that saved at least once",
-                "Start it anew with --force",
-            )
+        assert folder is not None, "who resumes has checked that there is one"
         extra = self.trainer.load(folder)
         self.explorer.prompts.load_state_dict(extra["prompts"])
         self.mark_cursor()
         truncate_metrics(self.folder.metrics, extra["rollouts"])
         self.listener.note(f"continuing after rollout {extra['rollouts'] - 1} from {folder}")
+        for line in changes(self.config):
+            self.listener.note(line)
+        if self.config.rollout.async_level:
+            self.listener.note(
+                "the first rollout is sampled with the newest adapter, not with the one before it"
+            )
+        self.folder.write_config(self.config)
         return int(extra["rollouts"])
 
     def mark_cursor(self) -> None:

@@ -19,11 +19,12 @@ import pytest
 
 from glm_lora.checkpoint.train_state import latest_checkpoint
 from tests.flow.processes import Run
-from tests.support import small_disk
+from tests.support import small_disk, words
 from tests.tiny_runs import adapter, metric, train
 
 ROLLOUTS = 8
 LONG = ["--num-rollout", "500", "--save-interval", "1"]
+NO_RESTART = ["--max-restarts", "0", "--save-interval", "100"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -105,8 +106,26 @@ def test_a_trainer_that_keeps_dying_ends_the_run_clearly(tiny_root, tmp_path):
             run.until(lambda: run.named("RankActor"), "a rank")
             run.named("RankActor")[0].kill()
         assert run.wait() == 1, run.text()
-        assert "at most --max-restarts 1" in run.text() and "--resume" in run.text()
         assert latest_checkpoint(run.dir) is not None
+        assert "is valid: continue with --resume" in words(run.text())
+        assert "at most --max-restarts 1" in run.text()
+
+
+def test_a_trainer_that_dies_before_a_checkpoint_is_not_said_to_have_one(tiny_root, tmp_path):
+    with Run(tiny_root, tmp_path / "run", *LONG, *NO_RESTART) as run:
+        run.until_rollout(1)
+        run.named("RankActor")[0].kill()
+        assert run.wait() == 1, run.text()
+        assert "Nothing was saved yet" in run.text() and "is valid" not in run.text()
+
+
+def test_an_engine_that_is_gone_for_good_costs_nothing_that_was_trained(tiny_root, tmp_path):
+    with Run(tiny_root, tmp_path / "run", *LONG, *NO_RESTART) as run:
+        run.until_rollout(2)
+        run.named("EngineActor")[0].kill()
+        assert run.wait() == 1, run.text()
+        done = len(run.records())
+        assert latest_checkpoint(run.dir) == run.dir / "checkpoints" / f"iter_{done:07d}"
 
 
 @pytest.mark.parametrize(

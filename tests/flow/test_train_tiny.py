@@ -316,10 +316,15 @@ def test_an_engine_that_keeps_the_old_adapter_stops_the_run(tiny_root, tmp_path,
         if len(loads) == 1:
             real(self, tensors)
 
-    monkeypatch.setattr(PeftPolicy, "load_adapter", first_only)
-    assert train(tiny_root, tmp_path / "run", "--num-rollout", "3") == 1
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(PeftPolicy, "load_adapter", first_only)
+        assert train(tiny_root, run, "--num-rollout", "3") == 1
     assert len(loads) == 2
-    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no rollout counts as done"
+    # The update before it was made and is kept: the run goes on with a sound engine.
+    assert metric(run, "rollout/step") == [0]
+    assert train(tiny_root, run, "--num-rollout", "3", "--resume") == 0
+    assert metric(run, "rollout/step") == [0, 1, 2]
 
 
 def test_random_weights_need_no_base_and_equal_the_random_base(tiny, tmp_path):

@@ -58,7 +58,7 @@ def write_run(path: Path, rollouts: int = 6, shift: float = 0.0, lr: float = 3e-
         }
     )
     selection = make_selection("tiny", TINY, trainable_sites(TINY), rank=8, alpha=16.0)
-    RunFolder.create(config, selection, {"fingerprint": "f" * 64}, force=False).close()
+    RunFolder.create(config, selection, {"fingerprint": "f" * 64}, {}, force=False).close()
     history = RunHistory(path)
     history.started(
         0, bands=[asdict(band) for band in HEALTH_BANDS], engine="embedded 1", device="cpu"

@@ -15,6 +15,7 @@ from glm_lora.report.run_folder import RunFolder, truncate_metrics
 from glm_lora.report.sinks import JsonlSink
 from glm_lora.targets.selection import Selection, make_selection
 
+INPUTS = {"rollout.prompt_data": "a" * 64}
 BASE = {"fingerprint": "f" * 64}
 
 
@@ -29,7 +30,7 @@ def config(path: Path, **changes: object) -> TrainConfig:
 
 def create(path: Path, **changes: object) -> RunFolder:
     force = bool(changes.pop("force", False))
-    return RunFolder.create(config(path, **changes), selection(), BASE, force=force)
+    return RunFolder.create(config(path, **changes), selection(), BASE, INPUTS, force=force)
 
 
 def test_a_new_run_leaves_its_configuration_and_selection(tmp_path):
@@ -70,9 +71,9 @@ def test_force_keeps_files_that_are_not_of_the_run(tmp_path):
 def test_two_processes_do_not_share_a_folder(tmp_path):
     folder = create(tmp_path / "run")
     with pytest.raises(ConfigError, match="in use by another process"):
-        RunFolder.resume(config(tmp_path / "run"), selection(), BASE)
+        RunFolder.open(tmp_path / "run")
     folder.close()
-    RunFolder.resume(config(tmp_path / "run"), selection(), BASE).close()
+    RunFolder.open(tmp_path / "run").close()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -88,19 +89,25 @@ def test_a_file_in_the_place_of_the_folder(tmp_path):
         create(tmp_path / "run")
 
 
-def test_a_resume_in_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+def test_an_earlier_run_in_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     """Neither the lock nor the configuration; the folder is free again after it."""
     create(tmp_path / "run").close()
 
     def refused(*args: object, **kwargs: object) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    for place in ("os.open", "glm_lora.report.run_folder.write_atomic"):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, refused)
-            with pytest.raises(ConfigError, match=r"--run-dir .* cannot be written \(Read-only"):
-                RunFolder.resume(config(tmp_path / "run"), selection(), BASE)
-    RunFolder.resume(config(tmp_path / "run"), selection(), BASE).close()
+    read_only = r"--run-dir .* cannot be written \(Read-only"
+    with monkeypatch.context() as patch:
+        patch.setattr("os.open", refused)
+        with pytest.raises(ConfigError, match=read_only):
+            RunFolder.open(tmp_path / "run")
+    folder = RunFolder.open(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("glm_lora.report.run_folder.write_atomic", refused)
+        with pytest.raises(ConfigError, match=read_only):
+            folder.write_config(config(tmp_path / "run"))
+    folder.close()
+    RunFolder.open(tmp_path / "run").close()
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -117,48 +124,6 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, mon
     assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(path)
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
     assert path.read_text() == "before"
-
-
-@pytest.mark.parametrize(
-    ("changes", "rank", "base", "named"),
-    [
-        ({"seed": 1}, 8, BASE, "seed: 0 then, 1 now"),
-        ({"optimizer": {"lr": 0.5}}, 8, BASE, "optimizer.lr"),
-        ({}, 4, BASE, "selection"),
-        ({}, 8, {"fingerprint": "0"}, "base: ffff"),
-    ],
-)
-def test_resume_lists_what_differs(tmp_path, changes, rank, base, named):
-    create(tmp_path / "run").close()
-    with pytest.raises(ConfigError, match=named):
-        RunFolder.resume(config(tmp_path / "run", **changes), selection(rank), base)
-
-
-def test_resume_notices_another_reward_under_the_same_name(tmp_path):
-    reward = tmp_path / "reward.py"
-    reward.write_text("def reward(answer): return 1.0\n")
-    values = {"rollout": {"reward": str(reward)}}
-    RunFolder.create(config(tmp_path / "run", **values), selection(), BASE, force=False).close()
-    RunFolder.resume(config(tmp_path / "run", **values), selection(), BASE).close()
-    reward.write_text("def reward(answer): return 0.0\n")
-    with pytest.raises(ConfigError, match=r"rollout.reward \(.*reward.py\): another content"):
-        RunFolder.resume(config(tmp_path / "run", **values), selection(), BASE)
-
-
-def test_resume_allows_another_shape_and_more_rollouts(tmp_path):
-    create(tmp_path / "run").close()
-    changed = config(
-        tmp_path / "run",
-        launcher="inline",
-        rollout={"num_rollout": 99},
-        parallel={"tensor_model_parallel_size": 2},
-    )
-    RunFolder.resume(changed, selection(), BASE).close()
-
-
-def test_resume_without_a_run(tmp_path):
-    with pytest.raises(ConfigError, match="holds no run"):
-        RunFolder.resume(config(tmp_path / "nothing"), selection(), BASE)
 
 
 def test_metrics_keep_nan_visible_and_are_cut_at_the_checkpoint(tmp_path):
