@@ -19,12 +19,25 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from glm_lora.errors import ConfigError
+
+
+def home(path: Path) -> Path:
+    """``path`` with ``~`` and ``~user`` written out; ConfigError for a user that does not exist."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}", "a path without ~, or one of a known user") from None
+
 
 def given_path(text: str | Path) -> Path:
-    """A path as it was typed; the empty text, which pathlib takes for ``.``, is refused."""
+    """A path as it was typed, ``~`` written out; the empty text, pathlib's ``.``, is refused."""
     if not str(text):
         raise typer.BadParameter("it is empty; expected the path of a file or folder.")
-    return Path(text)
+    try:
+        return home(Path(text))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def path_option(help: str, **more: Any) -> Any:

@@ -19,7 +19,7 @@ from glm_lora.arch.agreement import first_layers_as
 from glm_lora.arch.spec import BUILTIN, ModelSpec, builtin, spec_from_dir
 from glm_lora.config import TINY_DEFAULTS, TrainConfig, build
 from glm_lora.errors import ConfigError
-from glm_lora.options import merge
+from glm_lora.options import home, merge
 
 CACHE = Path("~/.cache/glm-lora")
 TINY = "tiny"
@@ -28,17 +28,17 @@ RECIPE_GPUS_PER_NODE = 8
 
 def model_dir(given: Path | None) -> Path:
     """Folder of Hugging Face checkpoints."""
-    return (given or CACHE / "models").expanduser()
+    return home(given or CACHE / "models")
 
 
 def ckpt_dir(given: Path | None) -> Path:
     """Folder of torch_dist bases."""
-    return (given or CACHE / "ckpt").expanduser()
+    return home(given or CACHE / "ckpt")
 
 
 def data_dir(given: Path | None) -> Path:
     """Folder of datasets."""
-    return (given or CACHE / "data").expanduser()
+    return home(given or CACHE / "data")
 
 
 def hf_path(name: str, models: Path) -> Path:
@@ -108,7 +108,7 @@ def resolve_train(
     stored = stored or {}
     known = merge(stored, values)
     name = known.get("model_name", TrainConfig.model_fields["model_name"].default)
-    given = Path(known.get("hf_checkpoint", hf_path(name, models))).expanduser()
+    given = home(Path(known.get("hf_checkpoint", hf_path(name, models))))
     if not (given / "config.json").exists():
         builtin(name)
     tiny = name == TINY
@@ -126,7 +126,7 @@ def resolve_train(
         "rollout": {"prompt_data": _default_prompts(name, data)},
     }
     if not tiny:
-        stages = known.get("parallel", {}).get("pipeline_model_parallel_size", 1)
+        stages = max(1, known.get("parallel", {}).get("pipeline_model_parallel_size", 1))
         defaults["parallel"] = {
             "tensor_model_parallel_size": min(8, gpus),
             "expert_model_parallel_size": _most_expert_ranks(name, nodes * gpus // stages),
@@ -146,7 +146,7 @@ def _absolute(config: TrainConfig) -> TrainConfig:
     """
 
     def whole(path: Path | None) -> Path | None:
-        return None if path is None else Path(os.path.abspath(path.expanduser()))
+        return None if path is None else Path(os.path.abspath(home(path)))
 
     names = ("hf_checkpoint", "ref_load", "run_dir", "lora_adapter_path")
     paths = {name: whole(getattr(config, name)) for name in names}
@@ -165,7 +165,7 @@ def _absolute(config: TrainConfig) -> TrainConfig:
 
 def _whole_file(name: str) -> str:
     """The whole path of a file; what names no file (a built-in reward, a URL) as it is."""
-    path = Path(name).expanduser()
+    path = home(Path(name))
     return os.path.abspath(path) if path.is_file() else name
 
 

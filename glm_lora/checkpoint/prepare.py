@@ -40,7 +40,7 @@ from glm_lora.checkpoint.tiny_folder import is_made, make_tiny, read_marker
 from glm_lora.checkpoint.to_hf import write_hf
 from glm_lora.checkpoint.torch_dist import TRACKER
 from glm_lora.config import PrepareConfig
-from glm_lora.errors import CheckpointError
+from glm_lora.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,12 @@ def prepare(config: PrepareConfig, report: Report = silent) -> PrepareResult:
 
 
 def _prepare_tiny(config: PrepareConfig, report: Report) -> PrepareResult:
+    if config.to_hf is not None:
+        raise ConfigError(
+            f"--to-hf {config.to_hf} with the pre-trained tiny model, which is made as a Hugging "
+            "Face folder",
+            "--hf-checkpoint to say where, or --init random with --to-hf",
+        )
     folder, made = config.hf_checkpoint, []
     if config.force and read_marker(folder) is not None:
         there = False

@@ -61,6 +61,7 @@ def evaluate(
     sampling: SamplingParams,
     samples_per_prompt: int = 1,
     seed: int = 0,
+    note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, float]:
     """Sample and score every prompt with one adapter (or ``BASE``).
 
@@ -73,13 +74,19 @@ def evaluate(
         sampling: Limits, temperature and stop tokens; the seed in it is not used.
         samples_per_prompt: n of pass@k; k are the powers of two up to n, and n itself.
         seed: Seeds the requests; equal seeds mean equal requests for every adapter.
+        note: Hears of samples without a score, and why the first has none.
 
     Returns:
         ``eval/...`` scalars. Samples without a score count in ``eval/unscored`` and in nothing
         else; a prompt with fewer than k scored samples is left out of pass@k.
     """
-    scored = _sampled(engine, adapter, prompts, reward, decode, sampling, samples_per_prompt, seed)
-    return _summary(*scored, samples_per_prompt)
+    samples, scores = _sampled(
+        engine, adapter, prompts, reward, decode, sampling, samples_per_prompt, seed
+    )
+    missing = _reasons(scores)
+    if missing:
+        note(f"{len(missing)} of {len(scores)} responses have no reward: {missing[0]}")
+    return _summary(samples, scores, samples_per_prompt)
 
 
 def _sampled(
@@ -128,7 +135,7 @@ def compare(
         samples, scores = _sampled(
             engine, ref, prompts, reward, decode, sampling, samples_per_prompt, seed
         )
-        missing = [score.reason or "no reason was given" for score in scores if score.value is None]
+        missing = _reasons(scores)
         if missing and len(missing) == len(scores):
             raise RolloutError(
                 f"none of the {len(scores)} responses of the {name} could be scored: {missing[0]}",
@@ -139,6 +146,10 @@ def compare(
             note(f"{name}: {len(missing)} of {len(scores)} responses have no reward: {missing[0]}")
         result[name] = _summary(samples, scores, samples_per_prompt)
     return result
+
+
+def _reasons(scores: Sequence[Score]) -> list[str]:
+    return [score.reason or "no reason was given" for score in scores if score.value is None]
 
 
 def _summary(samples: Sequence[Sample], scores: Sequence[Score], n: int) -> dict[str, float]:

@@ -371,6 +371,7 @@ class Job:
             self.explorer.chat.decode,
             sampling=self.explorer.chat.sampling(self.config.rollout),
             seed=self.config.seed,
+            note=lambda text: self.listener.note(f"evaluation: {text}"),
         )
 
     def finish(self, adapter: AdapterState, *, saved: bool) -> None:

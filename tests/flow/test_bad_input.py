@@ -15,6 +15,7 @@ from glm_lora.cli import main
 from tests.conftest import ROOT
 from tests.prepared import folders
 from tests.support import small_disk, words
+from tests.tiny_runs import train
 
 
 @pytest.fixture
@@ -226,6 +227,37 @@ def test_a_resume_that_asks_for_fewer_rollouts_than_are_done(call):
     assert call("--num-rollout", "3")[0] == 0
     code, text, _ = call("--num-rollout", "2", "--resume")
     assert code == 2 and "at least 3" in text, text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--model-name", "tiny", "--run-dir", "~nobody-here/x"],
+        ["train", "--model-name", "tiny", "--model-dir", "~nobody-here/x"],
+        ["train", "--model-name", "tiny", "--reward", "~nobody-here/x.py"],
+        ["prepare", "--model-name", "tiny", "--hf-checkpoint", "~nobody-here/x"],
+        ["export", "--run", "r", "--output", "~nobody-here/x"],
+        ["report", "--run", "~nobody-here/x"],
+        ["train", "--pipeline-model-parallel-size", "0", "--dry-run"],
+        ["prepare", "--model-name", "tiny", "--to-hf", "x"],
+    ],
+    ids=" ".join,
+)
+def test_it_is_refused_in_a_box(capsys, arguments):
+    assert main(arguments) == 2
+    said = words(capsys.readouterr().err)
+    assert "Traceback" not in said and ("nobody-here" in said or "expected" in said), said
+
+
+def test_a_tilde_is_the_home_folder_for_every_path(tmp_path, monkeypatch, tiny_root, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert train(tiny_root, Path("~/run"), "--num-rollout", "1") == 0
+    assert main(["export", "--run", "~/run", "--output", "~/out"]) == 0
+    assert main(["report", "--run", "~/run", "--output", "~/page.html"]) == 0
+    assert main(["report", "--compare", "~/run", "~/run", "--output", "~/two.html"]) == 0
+    made = {path.name for path in tmp_path.iterdir()}
+    assert {"run", "out", "page.html", "two.html"} <= made and "~" not in made
 
 
 def test_resume_and_force_exclude_each_other(call):

@@ -13,6 +13,7 @@ from glm_lora.cli import main
 from glm_lora.report.run_data import read_lines
 from glm_lora.settings import default_run_dir, resolve_train
 from tests.prepared import folders
+from tests.support import words
 from tests.tiny_runs import LAUNCHER, adapter, metric, train
 
 
@@ -44,6 +45,22 @@ def test_evaluation_during_training(tiny_root, tiny, tmp_path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert ["eval/pass@1" in line for line in lines] == [False, True, False, True]
     assert lines[-1]["eval/prompts"] == 30
+
+
+def test_an_evaluation_that_nothing_scores_says_why(tiny_root, tiny, tmp_path, capsys):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def reward(prompt, response, label, metadata):\n"
+        f"    hidden = any(label in line for line in open({str(tmp_path / 'labels')!r}))\n"
+        "    return float('nan') if hidden else float(response == label)\n"
+    )
+    (tmp_path / "labels").write_text("777\n")
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "7?>", "label": "777"}\n')
+    options = ["--num-rollout", "1", "--eval-interval", "1", "--reward", str(path)]
+    options += ["--eval-prompt-data", str(tmp_path / "eval.jsonl")]
+    assert train(tiny_root, tmp_path / "run", *options) == 0
+    said = words(capsys.readouterr().out)
+    assert "evaluation: 1 of 1 responses have no reward" in said and "nan" in said, said
 
 
 def test_a_hard_limit_stops_the_run_after_saving(tiny_root, tmp_path, capsys):
