@@ -114,7 +114,7 @@ def train(
         model_dir: Folder of Hugging Face checkpoints.
         ckpt_dir: Folder of bases.
         data_dir: Folder of datasets.
-        resume: Continue the run in ``run_dir``.
+        resume: Continue the run in ``run_dir``; options that are not given are its own.
         force: Overwrite the run in ``run_dir``.
         listener: Hears phases and rollouts; default is silence.
         options: As in ``glm-lora train``: ``num_rollout``, ``lr``, ``lora_rank``, ...
@@ -129,6 +129,7 @@ def train(
     from glm_lora.cluster.driver import train as run
     from glm_lora.cluster.plan import plan
     from glm_lora.report.console import SilentListener
+    from glm_lora.report.resuming import stored_options
 
     values: dict[str, Any] = {"launcher": "inline"}
     values |= _nested(TrainConfig, options)
@@ -140,10 +141,16 @@ def train(
         raise ConfigError("resume without run_dir", "the folder of the run to continue")
     if resume and force:
         raise ConfigError("resume together with force", "one of them")
+    models, ckpts = _path(model_dir, "model_dir"), _path(ckpt_dir, "ckpt_dir")
+    stored: dict[str, Any] = {}
+    if resume and folder is not None:
+        launcher = values["launcher"]
+        stored = stored_options(folder, values, launcher=launcher, models=models, ckpts=ckpts)
     config = settings.resolve_train(
         values,
-        models=settings.model_dir(_path(model_dir, "model_dir")),
-        ckpts=settings.ckpt_dir(_path(ckpt_dir, "ckpt_dir")),
+        stored=stored,
+        models=settings.model_dir(models),
+        ckpts=settings.ckpt_dir(ckpts),
         data=settings.data_dir(_path(data_dir, "data_dir")),
     )
     run(plan(config), listener or SilentListener(), resume=resume, force=force)

@@ -142,10 +142,14 @@ def train(
     if resume and run_dir is not None:
         from glm_lora.report.resuming import stored_options
 
-        stored = stored_options(run_dir, values, launcher, world[1] if world else None)
-        for folder, name in ((model_dir, "hf_checkpoint"), (ckpt_dir, "ref_load")):
-            if folder is not None:
-                stored.pop(name, None)
+        stored = stored_options(
+            run_dir,
+            values,
+            launcher=launcher,
+            world_size=world[1] if world else None,
+            models=model_dir,
+            ckpts=ckpt_dir,
+        )
     chosen = launcher or ("torchrun" if world else stored.get("launcher", "ray"))
     for name, value in (
         ("run_dir", run_dir), ("hf_checkpoint", hf_checkpoint), ("ref_load", ref_load),

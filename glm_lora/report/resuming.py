@@ -48,7 +48,13 @@ _ENGINE_SIZES = (
 
 
 def stored_options(
-    run: Path, given: Mapping[str, Any], launcher: str, world_size: int | None
+    run: Path,
+    given: Mapping[str, Any],
+    *,
+    launcher: str = "",
+    world_size: int | None = None,
+    models: Path | None = None,
+    ckpts: Path | None = None,
 ) -> dict[str, Any]:
     """The options of the run in ``run``, for those that are not given; empty where there is none.
 
@@ -60,6 +66,8 @@ def stored_options(
         given: Nested options of the command.
         launcher: The launcher that was given; empty for none.
         world_size: Number of ranks when torchrun has started them already.
+        models: Folder of checkpoints that was given; then the run's checkpoint is not taken.
+        ckpts: Folder of bases that was given; then the run's base is not taken.
 
     Raises:
         ConfigError: The run's configuration is damaged.
@@ -70,8 +78,8 @@ def stored_options(
     stored = config.model_dump(mode="json", exclude_none=True)
     for name in ("run_dir", "ray_address"):
         stored.pop(name, None)
-    for name in ("hf_checkpoint", "ref_load"):
-        if not Path(stored[name]).exists():
+    for name, folder in (("hf_checkpoint", models), ("ref_load", ckpts)):
+        if folder is not None or not Path(stored[name]).exists():
             del stored[name]
     if stored["launcher"] == "torchrun":
         del stored["launcher"]  # it starts this process, or does not

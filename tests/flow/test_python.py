@@ -72,6 +72,13 @@ def test_a_path_of_none_is_one_that_was_not_given(home):
         glm_lora.train("tiny", run_dir=run, resume=True, force=True)
 
 
+def test_a_resume_takes_the_runs_own_options(home):
+    run = glm_lora.train("tiny", run_dir="~/own", **FOLDERS, num_rollout=1, lr=1e-3, keep_every=5)
+    assert glm_lora.train("tiny", run_dir="~/own", **FOLDERS, num_rollout=2, resume=True) == run
+    text = (run / "config.toml").read_text()
+    assert "keep_every = 5" in text and "lr = 0.001" in text and "num_rollout = 2" in text
+
+
 def test_a_list_stands_for_commas():
     def sites(**options):
         return glm_lora.resolve_targets("tiny", **options).num_sites

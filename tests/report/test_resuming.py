@@ -123,14 +123,14 @@ def two_ranks(path: Path) -> None:
 
 def test_options_that_are_not_given_are_the_runs_own(tmp_path):
     two_ranks(tmp_path / "run")
-    stored = stored_options(tmp_path / "run", {}, "", None)
+    stored = stored_options(tmp_path / "run", {})
     assert stored["keep_every"] == 7 and stored["launcher"] == "ray"
     assert stored["num_gpus_per_node"] == 2
     assert stored["parallel"]["tensor_model_parallel_size"] == 2
     assert stored["sglang"]["sglang_mem_fraction"] == 0.5
     # Where the cluster is, and what the command names anyway, is not the run's.
     assert "ray_address" not in stored and "run_dir" not in stored
-    assert stored_options(tmp_path / "none", {}, "", None) == {}
+    assert stored_options(tmp_path / "none", {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_options_that_are_not_given_are_the_runs_own(tmp_path):
 )
 def test_on_another_number_of_ranks_the_shape_is_the_commands(tmp_path, given, launcher, world):
     two_ranks(tmp_path / "run")
-    stored = stored_options(tmp_path / "run", given, launcher, world)
+    stored = stored_options(tmp_path / "run", given, launcher=launcher, world_size=world)
     assert "tensor_model_parallel_size" not in stored["parallel"]
     assert "rollout_num_gpus_per_engine" not in stored["sglang"]
     assert stored["parallel"]["max_tokens_per_gpu"] == 99
@@ -148,11 +148,11 @@ def test_on_another_number_of_ranks_the_shape_is_the_commands(tmp_path, given, l
 
 def test_the_same_number_of_ranks_by_torchrun_keeps_the_shape(tmp_path):
     two_ranks(tmp_path / "run")
-    stored = stored_options(tmp_path / "run", {}, "torchrun", 2)
+    stored = stored_options(tmp_path / "run", {}, launcher="torchrun", world_size=2)
     assert stored["parallel"]["tensor_model_parallel_size"] == 2
 
 
 def test_options_of_an_engine_do_not_go_to_another(tmp_path):
     two_ranks(tmp_path / "run")
     given = {"rollout": {"rollout_engine": "embedded"}}
-    assert "sglang" not in stored_options(tmp_path / "run", given, "", None)
+    assert "sglang" not in stored_options(tmp_path / "run", given)
