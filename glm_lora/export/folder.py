@@ -52,7 +52,8 @@ def new_folder(output: Path, num_bytes: int = 0, *, over: bool = False) -> Itera
         output: New or empty folder; where it is a link, what that names is filled.
         num_bytes: What will be written, in bytes.
         over: ``output`` may hold files. Then each new file takes the place of the one with its
-            name, and the others stay.
+            name, and the others stay; working folders of writers that were killed are removed (who
+            calls makes sure that there is no other writer).
 
     Raises:
         ConfigError: See ``check_output``.
@@ -66,6 +67,8 @@ def new_folder(output: Path, num_bytes: int = 0, *, over: bool = False) -> Itera
         # Beside the files that are replaced: what is moved over them must be on their disk.
         parent = output if over else output.parent
         parent.mkdir(parents=True, exist_ok=True)
+        for left in output.glob(f".{output.name}.*") if over else ():
+            shutil.rmtree(left, ignore_errors=True)
         working = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=parent))
         working.chmod(0o777 & ~umask())
         yield working

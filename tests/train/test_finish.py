@@ -53,6 +53,17 @@ def names(path: Path) -> set[str]:
     return {each.name for each in path.iterdir()}
 
 
+def test_what_a_killed_writer_left_is_removed(folder):
+    write_result(FIRST, folder, "base", saved=True)
+    written = names(folder.adapter)
+    left = folder.adapter / ".adapter.abc123"
+    left.mkdir()
+    (left / "adapter_model.safetensors").write_text("half of it")
+    write_result(SECOND, folder, "base", saved=True)
+    assert names(folder.adapter) == written
+    assert digest(folder.adapter) == SECOND.digest
+
+
 def test_an_adapter_that_cannot_be_written_leaves_the_one_before_it(folder):
     write_result(FIRST, folder, "base", saved=True)
     written = names(folder.adapter)
