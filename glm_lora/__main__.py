@@ -12,12 +12,15 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+LEAST_COLUMNS = 20
+"""Narrower than this no box can be read."""
 INTERRUPTED = 130
 """Exit code of what Ctrl-C ended (``errors.Interrupted``, which is not imported yet)."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """As ``glm_lora.cli.main``, with 130 and one line for a Ctrl-C before and after it, too."""
+    _forget_no_width()
     try:
         with _interrupt_ends():
             from glm_lora import cli
@@ -44,6 +47,13 @@ def _interrupt_ends() -> Iterator[None]:
     signal.signal(signal.SIGINT, end)
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _forget_no_width() -> None:
+    """Some terminals say that they have no columns: rich would then print nothing at all."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns) < LEAST_COLUMNS:
+        del os.environ["COLUMNS"]
 
 
 def _say_stopped() -> None:

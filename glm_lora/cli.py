@@ -193,8 +193,11 @@ def _refuse_odd_text(arguments: list[str]) -> None:
 def _with_sglang_flags(arguments: list[str]) -> list[str]:
     """Pack ``--sglang-NAME [VALUE ...]`` that are no options of ours for the one hidden option.
 
-    So every other misspelt option is still refused, while SGLang's flags pass through.
+    So every other misspelt option is still refused, while SGLang's flags pass through, of ``train``
+    alone.
     """
+    if next((a for a in arguments if not a.startswith("-")), "") != "train":
+        return [argument for argument in arguments if argument != "--traceback"]
     own = {"--" + name.replace("_", "-") for name in SglangConfig.model_fields}
     own |= {"--no-" + name.removeprefix("--") for name in own}
     kept: list[str] = []

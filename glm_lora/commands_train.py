@@ -199,7 +199,9 @@ def _dry_run(wanted: Outline, *, leading: bool, resume: bool, force: bool) -> No
         check_new(wanted.config, force=force)
     checked = on_base(wanted)
     from glm_lora.cluster.driver import load_text
+    from glm_lora.rollout.engine import check_interpreter
 
+    check_interpreter(checked.config)
     text = load_text(checked)
     text.reward.close()
     if resume:

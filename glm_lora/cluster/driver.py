@@ -48,6 +48,7 @@ from glm_lora.rl.chat import ChatFormat
 from glm_lora.rl.data import Prompt, PromptData, load_prompts
 from glm_lora.rl.rewards import Reward, reward_of
 from glm_lora.rl.stream import PromptStream
+from glm_lora.rollout.engine import check_interpreter
 from glm_lora.settings import torchrun_world
 from glm_lora.sync.push import probe_tokens
 from glm_lora.train.experience import Explorer
@@ -131,6 +132,7 @@ def train(
             outer.callback(text.reward.close)
             start = None if resume else starting_adapter(plan)
         stop.polled = config.launcher == "ray"
+        check_interpreter(config)
         # Before the run folder is made: a shape that does not fit is a wrong command.
         with stoppable_start(stop, None):
             placement = _fitting_placement(config, outer, stop.check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,13 @@ def check_engine(config: TrainConfig) -> None:
                     f"{config.rollout.rollout_engine}, which would not use it",
                     "--rollout-engine sglang",
                 )
+        if sglang.sglang_flags:
+            raise ConfigError(
+                f"flags for SGLang ({' '.join(sglang.sglang_flags)}) with --rollout-engine "
+                f"{config.rollout.rollout_engine}, which would not use them",
+                "--rollout-engine sglang",
+                "An option of this program that begins with --sglang- may be misspelt",
+            )
         return
     if not sglang.sglang_python and not sglang.rollout_engine_urls:
         raise ConfigError(
@@ -93,6 +101,23 @@ def check_engine(config: TrainConfig) -> None:
         raise ConfigError(
             "--sglang-colocated with --async-level 1",
             "--async-level 0: engine and trainer take turns on the GPUs",
+        )
+
+
+def check_interpreter(config: TrainConfig) -> None:
+    """Check that servers can be started on this machine; on a cluster's others it is seen there.
+
+    Raises:
+        ConfigError: ``--sglang-python`` is no program.
+    """
+    python = config.sglang.sglang_python
+    if config.rollout.rollout_engine != "sglang" or not python or config.ray_address:
+        return
+    if shutil.which(python) is None:
+        raise ConfigError(
+            f"--sglang-python {python} is no program that can be started",
+            "the interpreter of an environment with SGLang",
+            "Build the environment with: make sglang-env",
         )
 
 

@@ -6,6 +6,7 @@ that group and nothing else.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm_lora.checkpoint.hf_config import SGLANG_KEYS
+from glm_lora.config import SglangConfig
 from glm_lora.errors import ConfigError, RolloutError
 from glm_lora.targets.selection import Selection
 
@@ -87,19 +89,19 @@ def server_command(options: ServerOptions, model: Path, port: int) -> list[str]:
     return command + list(options.passed)
 
 
-_OURS = frozenset(
-    {
-        "model-path",
-        "host",
-        "port",
-        "dtype",
-        "tp-size",
-        "ep-size",
-        "enable-lora",
-        "max-lora-rank",
-        "lora-target-modules",
-    }
-)
+_OURS = {
+    "model-path": "--hf-checkpoint",
+    "host": "",
+    "port": "",
+    "dtype": "--dtype",
+    "tp-size": "--rollout-num-gpus-per-engine",
+    "ep-size": "--rollout-num-gpus-per-engine",
+    "enable-lora": "",
+    "max-lora-rank": "--lora-rank",
+    "lora-target-modules": "--target-modules",
+    "mem-fraction-static": "--sglang-mem-fraction",
+}
+"""SGLang's flags that follow from options of ours, and from which."""
 _SECRETS = {"api-key": "api", "admin-api-key": "adm", "ssl-keyfile-password": "ssl-keyfile-"}
 """Flags whose value others must not read, and how much of them SGLang takes for the whole."""
 PREFIX = "--sglang-"
@@ -131,7 +133,17 @@ def passed_flags(arguments: Sequence[str]) -> tuple[str, ...]:
             )
         if name in _OURS:
             raise ConfigError(
-                f"{PREFIX}{name} cannot be set", "a flag that does not follow from other options"
+                f"{PREFIX}{name} cannot be set",
+                "a flag that does not follow from other options",
+                f"It follows from {_OURS[name]}" if _OURS[name] else "",
+            )
+        own = [f"--{option.replace('_', '-')}" for option in SglangConfig.model_fields]
+        alike = difflib.get_close_matches(f"{PREFIX}{name}", own, 1, 0.93)
+        if alike:
+            raise ConfigError(
+                f"{PREFIX}{name} is neither an option nor, as it looks, meant for SGLang",
+                "an option of this program, or a flag of SGLang after --sglang-",
+                f"Did you mean {alike[0]!r}?",
             )
         flags += [f"--{name}", value] if equals else [f"--{name}"]
     return tuple(flags)

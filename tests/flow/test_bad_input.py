@@ -307,6 +307,22 @@ def test_options_of_another_engine_are_refused(call, options):
     assert not run_dir.exists()
 
 
+def test_flags_for_an_engine_that_is_not_there_are_refused(call):
+    code, said, run_dir = call("--sglang-foo", "1")
+    assert code == 2 and "flags for SGLang (--foo 1) with --rollout-engine embedded" in said, said
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_an_interpreter_that_is_none_is_refused_before_there_is_a_folder(call, tmp_path, more):
+    (tmp_path / "text").write_text("no program")
+    for python in ("/nonexistent/python", str(tmp_path / "text")):
+        options = ["--rollout-engine", "sglang", "--sglang-python", python]
+        code, said, run_dir = call(*options, *more)
+        assert code == 2 and f"--sglang-python {python} is no program" in said, said
+        assert not run_dir.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "without"),
     [

@@ -207,3 +207,22 @@ def test_a_report_of_a_run_with_a_damaged_file(call, tmp_path):
         (run / name).write_text("{ = 1\n")
         code, text = call("report", "--run", str(run))
         assert code == 2 and name in text, text
+
+
+def test_flags_for_sglang_are_those_of_train(call):
+    for command in (["targets"], ["prepare", "--model-name", "tiny"]):
+        code, text = call(*command, "--sglang-foo", "1")
+        assert code == 2 and "--sglang-foo" in text and "--sglang-flags" not in text, text
+
+
+@pytest.mark.parametrize("columns", ["0", "1"])
+def test_a_terminal_that_says_it_has_no_columns(columns):
+    done = subprocess.run(
+        [sys.executable, "-m", "glm_lora", "targets", "--model-name", "nope"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": columns},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "nope" in done.stderr, done.stderr

@@ -102,6 +102,14 @@ def test_flags_are_passed_through_unless_they_are_ours():
     for bad in ("--sglang-max-lora-rank=8", "--sglang-port", "--context-length", "--sglang-"):
         with pytest.raises(ConfigError):
             passed_flags([bad])
+    with pytest.raises(ConfigError, match="It follows from --sglang-mem-fraction"):
+        passed_flags(["--sglang-mem-fraction-static", "0.5"])
+
+
+@pytest.mark.parametrize("typo", ["--sglang-colocatd", "--sglang-pyhton", "--sglang-mem-fractoin"])
+def test_a_misspelt_option_of_ours_is_not_handed_to_sglang(typo):
+    with pytest.raises(ConfigError, match="Did you mean '--sglang-"):
+        passed_flags([typo, "x"])
 
 
 def test_serving_view_completes_the_config_and_links_the_rest(options, tmp_path):
