@@ -105,5 +105,6 @@ def check_same_model(found: ModelSpec, wanted: ModelSpec, what: str) -> None:
         raise CheckpointError(
             f"{what} was made for another model: " + "; ".join(differing[:3]),
             "a base of the model that is trained",
-            "Name the right one with --ref-load, or prepare this model",
+            "Name the right one with --ref-load, or make it again: glm-lora prepare --force with the "
+            "--model-name and folders of the model that is trained",
         )

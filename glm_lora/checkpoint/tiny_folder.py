@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from glm_lora.checkpoint import tiny
 from glm_lora.checkpoint.convert import disk_names, from_memory
 from glm_lora.checkpoint.files import (
     NOTES_FILE,
+    FileRecord,
     built_folder,
+    check_file,
     make_folder,
+    record_file,
     write_atomic,
     write_errors,
 )
@@ -25,13 +30,23 @@ from glm_lora.errors import CheckpointError
 
 RECIPE = 1
 """Raised when the toy or its pre-training changes, so that older folders are told apart."""
+_WRITTEN = (
+    NOTES_FILE,
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 def is_made(folder: Path, seed: int) -> bool:
-    """Whether ``folder`` holds a whole tiny checkpoint of this seed.
+    """Whether ``folder`` holds a whole tiny checkpoint of this seed, as it was written.
 
     Raises:
-        CheckpointError: The folder holds something else, or a tiny checkpoint of another seed.
+        CheckpointError: The folder holds something else, a tiny checkpoint of another seed, or a
+            damaged one beside files that are not prepare's and would go with it.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
@@ -48,8 +63,28 @@ def is_made(folder: Path, seed: int) -> bool:
             f"seed {seed} (recipe {RECIPE})",
             "Use --force to build it again, or another folder",
         )
-    sizes = {n: (folder / n).stat().st_size for n in marker["files"] if (folder / n).exists()}
-    return sizes == marker["files"]
+    if _as_written(folder, marker["files"]):
+        return True
+    known = {*_WRITTEN, *(marker["files"] if isinstance(marker["files"], dict) else ())}
+    if foreign := sorted({path.name for path in folder.iterdir()} - known):
+        raise CheckpointError(
+            f"{folder} is damaged and holds other files, too ({', '.join(foreign[:3])})",
+            "what prepare wrote and nothing else, to make it again",
+            "Move them away, or use --force to lose them",
+        )
+    return False
+
+
+def _as_written(folder: Path, files: Any) -> bool:
+    """Whether the files are those that the marker lists (anything may stand in a marker)."""
+    if not isinstance(files, Mapping):
+        return False
+    try:
+        for name, record in files.items():
+            check_file(folder / name, FileRecord(**record))
+    except (CheckpointError, TypeError):
+        return False
+    return "config.json" in files
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
@@ -108,6 +143,6 @@ def write_folder(folder: Path, model: Any, seed: int, spec: ModelSpec = TINY) ->
         "model": "tiny",
         "recipe": RECIPE,
         "seed": seed,
-        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+        "files": {path.name: asdict(record_file(path)) for path in sorted(folder.iterdir())},
     }
     write_atomic(folder / NOTES_FILE, json.dumps(marker, indent=2) + "\n")

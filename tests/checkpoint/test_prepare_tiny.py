@@ -1,14 +1,16 @@
 """prepare on the tiny model: nothing twice, nothing half, clear errors."""
 
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from glm_lora.arch.projections import all_params
-from glm_lora.arch.spec import FULL, TINY
+from glm_lora.arch.spec import FULL, TINY, spec_from_dir
 from glm_lora.checkpoint import tiny as toy
 from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.manifest import check_base, read_manifest
@@ -96,6 +98,42 @@ def test_an_interrupted_checkpoint_is_built_again(root: Path, tiny: PrepareResul
     os.truncate(config.hf_checkpoint / "model.safetensors", 1000)
     again = prepare(config)
     assert again.made == ("checkpoint",) and again.fingerprint == tiny.fingerprint
+
+
+def edit_config(folder: Path) -> None:
+    """Another model in a file of the same length."""
+    path = folder / "config.json"
+    text = path.read_text()
+    path.write_text(text.replace('"hidden_size": 64', '"hidden_size": 65'))
+    assert path.read_text() != text
+
+
+def edit_marker(folder: Path) -> None:
+    """Valid JSON that lists no files."""
+    path = folder / "glm_lora.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": None}))
+
+
+@pytest.mark.parametrize("damage", [edit_config, edit_marker])
+def test_a_folder_that_is_not_as_written_is_made_again(
+    root: Path, tiny: PrepareResult, damage: Callable[[Path], None]
+) -> None:
+    config = tiny_config(root, verify=True)
+    damage(config.hf_checkpoint)
+    again = prepare(config)
+    assert again.made == ("checkpoint",) and again.fingerprint == tiny.fingerprint
+    assert spec_from_dir(config.hf_checkpoint) == TINY and prepare(config).made == ()
+
+
+def test_files_of_others_are_not_lost_with_a_damaged_folder(root: Path) -> None:
+    config = tiny_config(root)
+    mine = config.hf_checkpoint / "chat_template.jinja"
+    mine.write_text("mine")
+    assert prepare(config).made == ()
+    edit_config(config.hf_checkpoint)
+    with pytest.raises(CheckpointError, match=r"damaged and holds.*chat_template.*--force"):
+        prepare(config)
+    assert mine.read_text() == "mine"
 
 
 def test_another_seed_is_refused(root: Path) -> None:
