@@ -17,6 +17,10 @@ show=false name=glm-lora image="" claim="" nodes=1 gpus=8
 while (($#)); do
   case "$1" in
     --show) show=true ;;
+    -h | --help)
+      sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+      exit 0
+      ;;
     --name | --image | --claim | --nodes | --gpus)
       (($# > 1)) || die "$1 needs a value"
       printf -v "${1#--}" '%s' "$2"
@@ -29,6 +33,11 @@ while (($#)); do
 done
 [[ -n "$image" ]] || die "--image is missing"
 [[ -n "$claim" ]] || die "--claim is missing"
+# Plain words need no quotes in YAML; no name of an image or a claim has others.
+[[ "$image" =~ ^[a-zA-Z0-9][a-zA-Z0-9._/:@-]*$ && "$image" != *: ]] ||
+  die "--image is '$image'; expected the name of an image"
+[[ "$claim" =~ ^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$ ]] ||
+  die "--claim is '$claim'; expected the name of a volume claim"
 [[ "$nodes" =~ ^[1-9][0-9]*$ ]] || die "--nodes is '$nodes'; expected a positive number"
 [[ "$gpus" =~ ^[1-9][0-9]*$ ]] || die "--gpus is '$gpus'; expected a positive number"
 [[ "$name" =~ ^[a-z0-9]([a-z0-9-]*[a-z0-9])?$ ]] || die "--name is '$name'; expected a DNS label"
@@ -36,6 +45,11 @@ done
 entrypoint="python launchers/run_glm5_3_flash_lora.py train --launcher ray --ray-address auto"
 entrypoint+=" --num-nodes $nodes --num-gpus-per-node $gpus"
 for argument in "$@"; do
+  case "${argument%%=*}" in
+    --launcher | --ray-address | --num-nodes | --num-gpus-per-node)
+      die "${argument%%=*} after -- would contradict the cluster; use --nodes and --gpus"
+      ;;
+  esac
   entrypoint+=" $(printf '%q' "$argument")"
 done
 # YAML in single quotes: only the quote itself is doubled.

@@ -125,8 +125,18 @@ def test_kuberay_on_one_machine_has_no_workers():
         (["--imgae", "i"], "unknown option '--imgae'"),
         (["--image"], "--image needs a value"),
         (["--image", "i", "--claim", "c", "--name", "My Job"], "DNS label"),
+        (["--image", "a: b", "--claim", "c"], "--image is 'a: b'"),
+        (["--image", "i", "--claim", "x, y}"], "--claim is 'x, y}'"),
+        (["--image", "i", "--claim", "c", "--", "--num-nodes", "3"], "--num-nodes after --"),
+        (["--image", "i", "--claim", "c", "--", "--ray-address=x"], "--ray-address after --"),
     ],
 )
 def test_kuberay_refuses(arguments, said):
     done = kuberay("--show", *arguments)
     assert done.returncode == 2 and said in done.stderr
+
+
+def test_kuberay_says_how_it_is_called():
+    done = kuberay("--help")
+    assert done.returncode == 0 and "--image IMAGE" in done.stdout, done
+    assert "set -euo" not in done.stdout
