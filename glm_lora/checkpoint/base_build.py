@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import shutil
 import threading
 from collections.abc import Mapping
@@ -32,6 +31,7 @@ from glm_lora.checkpoint.files import (
     check_space,
     exclusive,
     make_folder,
+    record_file,
     replace_folder,
     sync_folder,
     write_atomic,
@@ -39,7 +39,7 @@ from glm_lora.checkpoint.files import (
 )
 from glm_lora.checkpoint.manifest import MANIFEST, BaseManifest, read_manifest
 from glm_lora.checkpoint.progress import Progress, Report, silent
-from glm_lora.checkpoint.torch_dist import RELEASE, TRACKER
+from glm_lora.checkpoint.torch_dist import INDEX_FILES, RELEASE, TRACKER, read_metadata
 from glm_lora.errors import MAKE_AGAIN, CheckpointError
 from glm_lora.fingerprint import fingerprint, tensor_bytes
 
@@ -223,6 +223,7 @@ def _finish(plan: BasePlan) -> None:
         {s["file"]: s["size"] for s in complete},
         plan.description,
         {"glm-lora": __version__, "torch": version("torch")},
+        {name: record_file(plan.partial / name) for name in INDEX_FILES},
     )
     write_atomic(plan.partial / MANIFEST, manifest.to_json())
     tracker = plan.ref_load / TRACKER
@@ -237,10 +238,10 @@ def verify_base(ref_load: Path, manifest: BaseManifest, report: Report = silent)
     """Read every tensor of a finished base again and compare its hash with the manifest.
 
     Raises:
-        CheckpointError: A data file is truncated or damaged; the tensor and file are named.
+        CheckpointError: A file is truncated or damaged; it is named, and the tensor.
     """
     release = ref_load / RELEASE
-    metadata = pickle.loads((release / ".metadata").read_bytes())
+    metadata = read_metadata(release, [record.key for record in manifest.tensors])
     total = sum(manifest.files.values())
     done = 0
     for record in manifest.tensors:

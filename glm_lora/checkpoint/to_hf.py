@@ -8,7 +8,6 @@ multi-token-prediction layer is not.
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,7 @@ from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.hf_writer import PlannedTensor, planned, write_tensors
 from glm_lora.checkpoint.manifest import BaseManifest
 from glm_lora.checkpoint.progress import Progress, Report, silent
-from glm_lora.checkpoint.torch_dist import release_folder
+from glm_lora.checkpoint.torch_dist import read_metadata, release_folder
 
 
 def write_hf(
@@ -81,7 +80,7 @@ def write_hf(
 
 def _text_tensors(ref_load: Path, manifest: BaseManifest) -> list[PlannedTensor]:
     release = release_folder(ref_load)
-    metadata: Metadata = pickle.loads((release / ".metadata").read_bytes())
+    metadata = read_metadata(release, [record.key for record in manifest.tensors])
     dtypes = {record.key: getattr(torch, record.dtype) for record in manifest.tensors}
     result = []
     for param in all_params(manifest.spec).values():

@@ -8,18 +8,20 @@ number; the data lies in ``release/`` or ``iter_0000012/``: ``.metadata``, ``__R
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from glm_lora.arch.projections import Param, all_params
 from glm_lora.arch.spec import ModelSpec
-from glm_lora.errors import MAKE_AGAIN, CheckpointError
+from glm_lora.errors import MAKE_AGAIN, CheckpointError, first_line
 from glm_lora.model.parallel import ParallelContext, init_single_process
 
 if TYPE_CHECKING:
@@ -27,6 +29,14 @@ if TYPE_CHECKING:
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+METADATA = ".metadata"
+INDEX_FILES = (METADATA, "metadata.json", "common.pt")
+"""What a torch_dist folder holds beside its data files."""
+_DAMAGED = (
+    OSError, EOFError, RuntimeError, ValueError, TypeError, AttributeError, ImportError,
+    LookupError, ArithmeticError, MemoryError, pickle.UnpicklingError,
+)  # fmt: skip
+"""All that reading a pickle or JSON of any bytes can raise."""
 
 
 class BaseHolder(Protocol):
@@ -98,6 +108,26 @@ def sharded_state_dict(
     return result
 
 
+def read_metadata(folder: Path, keys: Iterable[str]) -> Metadata:
+    """Where the tensors ``keys`` lie in a torch_dist folder's data files.
+
+    Raises:
+        CheckpointError: ``.metadata`` is damaged, or lacks one of them.
+    """
+    path = folder / METADATA
+    try:
+        metadata = pickle.loads(path.read_bytes())
+        assert isinstance(metadata, Metadata), f"it holds a {type(metadata).__name__}"
+        absent = [key for key in keys if key not in metadata.state_dict_metadata]
+    except (*_DAMAGED, AssertionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {first_line(error)}", "the file as it was written", MAKE_AGAIN
+        ) from error
+    if absent:
+        raise CheckpointError(f"{path} lacks {absent[0]}", "every tensor of the base", MAKE_AGAIN)
+    return metadata
+
+
 def load_tensors(folder: Path, wanted: Mapping[str, Any]) -> None:
     """Fill the tensors of ``wanted`` (sharded tensors) in place from one torch_dist folder.
 
@@ -117,7 +147,7 @@ def load_tensors(folder: Path, wanted: Mapping[str, Any]) -> None:
     except CheckpointException as error:
         # One entry per rank that failed, each with its exception.
         raise _load_error(folder, min(error.failures.items())[1][0]) from error
-    except (CheckpointingException, KeyError, OSError, EOFError, RuntimeError) as error:
+    except (CheckpointingException, *_DAMAGED) as error:
         raise _load_error(folder, error) from error
 
 
@@ -126,7 +156,10 @@ def _load_error(folder: Path, cause: BaseException) -> CheckpointError:
     key, separator, _ = str(cause).strip("'\"").partition(" from model not in state dict")
     if separator:
         return CheckpointError(f"{folder} does not hold {key}", expected)
-    return CheckpointError(f"{folder} cannot be loaded: {cause}", expected)
+    return CheckpointError(f"{folder} cannot be loaded: {first_line(cause)}", expected)
+
+
+_OTHER_BASE = f"Name a base with --ref-load. If this is a damaged one: {MAKE_AGAIN}"
 
 
 def load_base(stage: BaseHolder, ref_load: Path) -> None:
@@ -146,7 +179,10 @@ def load_base(stage: BaseHolder, ref_load: Path) -> None:
         ep_size=ctx.ep_size,
         dp_rank=ctx.dp_rank,
     )
-    load_tensors(release, wanted)
+    try:
+        load_tensors(release, wanted)
+    except CheckpointError as error:
+        raise CheckpointError(error.what, error.expected, MAKE_AGAIN) from error
 
 
 def release_folder(ref_load: Path) -> Path:
@@ -167,13 +203,17 @@ def release_folder(ref_load: Path) -> Path:
             "Run glm-lora prepare with its --model-name and --ref-load",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{tracker} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{tracker} cannot be read: {error}", f"{RELEASE!r} in it", _OTHER_BASE
+        ) from error
     if value != RELEASE:
         raise CheckpointError(
-            f"{tracker} says {value!r}", f"{RELEASE!r} (a base, not a training checkpoint)"
+            f"{tracker} says {value!r}",
+            f"{RELEASE!r} (a base, not a training checkpoint)",
+            _OTHER_BASE,
         )
     release = ref_load / RELEASE
-    if not (release / ".metadata").exists():
+    if not (release / METADATA).exists():
         raise CheckpointError(f"{release} has no .metadata", "a complete base", MAKE_AGAIN)
     return release
 
