@@ -131,15 +131,32 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_folder(finished: Path, target: Path) -> None:
-    """Put ``finished`` where ``target`` is; an existing target is removed only after the swap."""
+    """Put ``finished`` where ``target`` is; an existing target is removed only after the swap.
+
+    Of a link only the link is replaced: what it names may be on another disk (``built_folder``
+    builds there).
+    """
     old = target.with_name(f"{target.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
-    if target.exists():
+    _remove(old)
+    if os.path.lexists(target):
         target.rename(old)
     finished.rename(target)
     sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):
+        _remove(old)
+
+
+def _real(path: Path) -> Path:
+    """What a path names in the end, there or not (``Path.resolve`` would raise for a loop)."""
+    return Path(os.path.realpath(path))
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or the link in its place; nothing when it is not there."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def new_partial(target: Path) -> Path:
@@ -147,7 +164,8 @@ def new_partial(target: Path) -> Path:
     for old in target.parent.glob(f"{target.name}{PARTIAL}*"):
         owner = old.name.removeprefix(f"{target.name}{PARTIAL}")
         if owner.isdigit() and (int(owner) == os.getpid() or not Path(f"/proc/{owner}").exists()):
-            shutil.rmtree(old, ignore_errors=True)
+            with suppress(OSError):
+                _remove(old)
     partial = target.with_name(f"{target.name}{PARTIAL}{os.getpid()}")
     partial.mkdir()
     return partial
@@ -155,7 +173,12 @@ def new_partial(target: Path) -> Path:
 
 @contextmanager
 def built_folder(target: Path) -> Iterator[Path]:
-    """A folder that takes the name and place of ``target`` when the block ends well."""
+    """A folder that takes the name and place of ``target`` when the block ends well.
+
+    Where ``target`` is a link it stays one, and what it names is replaced (or made).
+    """
+    target = _real(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
     partial = new_partial(target)
     try:
         yield partial
@@ -195,7 +218,8 @@ def make_folder(folder: Path) -> None:
         CheckpointError: A file is in the way, or there is no permission.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # Resolved, so that what a link names is made where it does not exist yet.
+        _real(folder).mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise CheckpointError(f"{folder} is a file", "a folder") from None
     except OSError as error:
@@ -232,6 +256,7 @@ def free_bytes(folder: Path) -> int:
 
 def existing(folder: Path) -> Path:
     """``folder``, or its nearest parent that exists."""
+    folder = _real(folder)
     while not folder.exists():
         folder = folder.parent
     return folder
