@@ -277,6 +277,8 @@ def prepare(
     out.print(f"base        {result.ref_load}")
     for path in result.data.values():
         out.print(f"prompts     {path}")
+    for path in result.kept:
+        out.print(f"kept        {path}, which was changed (--force writes it again)")
     out.print(f"fingerprint {result.fingerprint}")
 
 

@@ -35,7 +35,7 @@ from glm_lora.checkpoint.released import (
     has_dataset,
     open_origin,
 )
-from glm_lora.checkpoint.tiny import prompt_files, write_prompts
+from glm_lora.checkpoint.tiny import changed_prompts, prompt_files, write_prompts
 from glm_lora.checkpoint.tiny_folder import is_made, make_tiny, read_marker
 from glm_lora.checkpoint.to_hf import write_hf
 from glm_lora.checkpoint.torch_dist import TRACKER
@@ -55,6 +55,8 @@ class PrepareResult:
     """Prompt files by name."""
     made: tuple[str, ...] = ()
     """Which of ``checkpoint``, ``base`` and ``data`` were made now; empty when all was there."""
+    kept: tuple[Path, ...] = ()
+    """Prompt files of the tiny set that hold something else, and were left as they are."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Tensors of the source that are not part of the base, by reason."""
     plan: tuple[str, ...] = ()
@@ -109,13 +111,15 @@ def _prepare_tiny(config: PrepareConfig, report: Report) -> PrepareResult:
     source = open_source(HfReader.open(folder, wanted_names(TINY)), TINY)
     manifest, built = _base(config, TINY, source, describe(source), report)
     made += ["base"] if built else []
-    data, _ = _prompts(config, report)
+    data, written, kept = _prompts(config, report)
+    made += ["data"] if written else []
     return PrepareResult(
         folder,
         config.ref_load,
         manifest.fingerprint,
         data,
         tuple(made),
+        kept,
         source.skipped,
         tuple(plan),
     )
@@ -130,8 +134,8 @@ def _prepare_released(config: PrepareConfig, report: Report) -> PrepareResult:
     if config.dry_run:
         return PrepareResult(config.hf_checkpoint, config.ref_load, plan=tuple(plan))
     made: list[str] = []
-    data, fetched = _prompts(config, report)
-    made += ["data"] if fetched else []
+    data, written, kept = _prompts(config, report)
+    made += ["data"] if written else []
     ranks.first_then_all(lambda: fetch(origin, report))
     made += ["checkpoint"] if origin.download is not None else []
     source, description = open_origin(origin, config.seed)
@@ -149,21 +153,28 @@ def _prepare_released(config: PrepareConfig, report: Report) -> PrepareResult:
         manifest.fingerprint,
         data,
         tuple(made),
+        kept,
         description["skipped"],
         tuple(plan),
     )
 
 
-def _prompts(config: PrepareConfig, report: Report) -> tuple[dict[str, Path], bool]:
-    """The prompt files by name, and whether they were fetched now."""
+def _prompts(
+    config: PrepareConfig, report: Report
+) -> tuple[dict[str, Path], bool, tuple[Path, ...]]:
+    """The prompt files by name, whether any was made now, and those kept though they differ."""
     if config.model_name != "tiny":
         there = has_dataset(config)
         ranks.first_then_all(None if there else lambda: fetch_dataset(config, report))
-        return dataset_files(config), not there
+        return dataset_files(config), not there, ()
     folder = config.data_dir / "tiny"
+    files = prompt_files(folder)
     with write_errors(folder):
-        ranks.first_then_all(lambda: write_prompts(folder))
-    return prompt_files(folder), False
+        changed = changed_prompts(folder)
+        keep = () if config.force else tuple(changed)
+        written = keep != tuple(changed) or not all(path.exists() for path in files.values())
+        ranks.first_then_all(lambda: write_prompts(folder, keep))
+    return files, written, keep
 
 
 def _base_lines(config: PrepareConfig, origin: Origin) -> list[str]:

@@ -9,7 +9,7 @@ learning then uses: its reward wants the digit itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,13 +144,29 @@ def prompt_files(folder: Path) -> dict[str, Path]:
     return {"prompts": folder / "prompts.jsonl", "eval": folder / "eval.jsonl"}
 
 
-def write_prompts(folder: Path) -> dict[str, Path]:
-    """Write the task's JSONL files; returns them by name.
+def changed_prompts(folder: Path) -> list[Path]:
+    """The task's files that are there and hold something else than ``write_prompts`` writes."""
+    return [
+        path
+        for path, text in _prompt_texts(folder).items()
+        if path.exists() and path.read_bytes() != text.encode()
+    ]
+
+
+def write_prompts(folder: Path, keep: Collection[Path] = ()) -> None:
+    """Write the task's JSONL files, but for those of ``keep``.
 
     ``prompts`` holds the ambiguous prompts that reinforcement learning uses, ``eval`` the clear
     ones, whose accuracy should not suffer.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    changed = changed_prompts(folder)
+    for path, text in _prompt_texts(folder).items():
+        if path not in keep and (path in changed or not path.exists()):
+            write_atomic(path, text)
+
+
+def _prompt_texts(folder: Path) -> dict[Path, str]:
     prompts = [{"prompt": f"{d}{OPEN_MARK}>", "label": str(d)} for d in range(10)]
     clear = [
         {"prompt": f"{d}{mark}>", "label": str(answer(d, mark))}
@@ -158,11 +174,10 @@ def write_prompts(folder: Path) -> dict[str, Path]:
         for d in range(10)
     ]
     files = prompt_files(folder)
-    for name, rows in (("prompts", prompts), ("eval", clear)):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        if not files[name].exists() or files[name].read_text(encoding="utf-8") != text:
-            write_atomic(files[name], text)
-    return files
+    return {
+        files[name]: "".join(json.dumps(row) + "\n" for row in rows)
+        for name, rows in (("prompts", prompts), ("eval", clear))
+    }
 
 
 def _batch(generator: torch.Generator) -> torch.Tensor:

@@ -16,9 +16,10 @@ from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.manifest import check_base, read_manifest
 from glm_lora.checkpoint.prepare import PrepareResult, prepare
 from glm_lora.checkpoint.torch_dist import RELEASE, TRACKER
+from glm_lora.cli import main
 from glm_lora.errors import CheckpointError
 from glm_lora.fingerprint import tensor_bytes
-from tests.prepared import tiny_config
+from tests.prepared import folders, tiny_config
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_again_does_nothing(root: Path, tiny: PrepareResult) -> None:
     again = prepare(tiny_config(root, verify=True))
     assert again.made == () and again.fingerprint == tiny.fingerprint
     assert snapshot(root) == before
-    assert tiny.made == ("checkpoint", "base")
+    assert tiny.made == ("checkpoint", "base", "data")
 
 
 def test_manifest(tiny: PrepareResult) -> None:
@@ -134,6 +135,29 @@ def test_files_of_others_are_not_lost_with_a_damaged_folder(root: Path) -> None:
     with pytest.raises(CheckpointError, match=r"damaged and holds.*chat_template.*--force"):
         prepare(config)
     assert mine.read_text() == "mine"
+
+
+def test_changed_prompts_stay(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(root)
+    prompts, clear = prepare(config).data.values()
+    written = prompts.read_bytes()
+    mine = written + b'{"prompt": "\xff"}\n'
+    prompts.write_bytes(mine)
+    again = prepare(config)
+    assert (again.made, again.kept) == ((), (prompts,)) and prompts.read_bytes() == mine
+    clear.unlink()
+    again = prepare(config)
+    assert (again.made, again.kept) == (("data",), (prompts,)) and clear.exists()
+    assert main(["prepare", "--model-name", "tiny", *folders(root)]) == 0
+    output = capsys.readouterr().out
+    assert "made        nothing, all was there" in output
+    assert "kept        " in output and "--force" in output
+    monkeypatch.setattr(toy, "STEPS", 1)
+    again = prepare(tiny_config(root, force=True))
+    assert (again.made, again.kept) == (("checkpoint", "base", "data"), ())
+    assert prompts.read_bytes() == written
 
 
 def test_another_seed_is_refused(root: Path) -> None:
