@@ -262,6 +262,14 @@ def existing(folder: Path) -> Path:
     return folder
 
 
+def size_text(nbytes: int) -> str:
+    """A number of bytes in a unit that shows something: ``1.3 MB``, ``57.0 GB``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.1f} {unit}"
+    return f"{nbytes} bytes"
+
+
 def check_space(folder: Path, nbytes: int, what: str, next_step: str = "") -> None:
     """Refuse to write more than fits.
 
@@ -271,8 +279,7 @@ def check_space(folder: Path, nbytes: int, what: str, next_step: str = "") -> No
     free = free_bytes(folder)
     if nbytes > free:
         raise CheckpointError(
-            f"{what} needs {nbytes / 1e9:.1f} GB and the disk of {folder} has "
-            f"{free / 1e9:.1f} GB free",
+            f"{what} needs {size_text(nbytes)} and the disk of {folder} has {size_text(free)} free",
             "enough free space",
             next_step,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,13 @@ from glm_lora.checkpoint.base_build import (
 )
 from glm_lora.checkpoint.base_writer import CHUNK_BYTES, READ_AHEAD, BaseSource
 from glm_lora.checkpoint.convert import open_source, wanted_names
-from glm_lora.checkpoint.files import check_empty, free_bytes, make_folder, write_errors
+from glm_lora.checkpoint.files import (
+    check_empty,
+    free_bytes,
+    make_folder,
+    size_text,
+    write_errors,
+)
 from glm_lora.checkpoint.hf_reader import HfReader
 from glm_lora.checkpoint.manifest import BaseManifest, check_base
 from glm_lora.checkpoint.progress import Report, silent
@@ -73,13 +80,26 @@ def prepare(config: PrepareConfig, report: Report = silent) -> PrepareResult:
     Raises:
         CheckpointError: A source that is missing, damaged or of another model, or an output folder
             that cannot be used.
+        ConfigError: Options that do nothing, or one folder for two things.
         ModelError: A ``config.json`` of another architecture.
     """
     started = time.monotonic()
+    _check_folders(config)
     tiny = config.model_name == "tiny" and config.init == "base"
     with ranks.joined():
         result = _prepare_tiny(config, report) if tiny else _prepare_released(config, report)
     return replace(result, seconds=time.monotonic() - started)
+
+
+def _check_folders(config: PrepareConfig) -> None:
+    """Refuse a base in the place of a Hugging Face folder: each is written as a whole."""
+    for option, folder in (("--hf-checkpoint", config.hf_checkpoint), ("--to-hf", config.to_hf)):
+        if folder and os.path.realpath(folder) == os.path.realpath(config.ref_load):
+            raise ConfigError(
+                f"--ref-load and {option} are both {folder}",
+                "two folders",
+                "Name another folder with --ref-load",
+            )
 
 
 def _prepare_tiny(config: PrepareConfig, report: Report) -> PrepareResult:
@@ -89,6 +109,12 @@ def _prepare_tiny(config: PrepareConfig, report: Report) -> PrepareResult:
             "Face folder",
             "--hf-checkpoint to say where, or --init random with --to-hf",
         )
+    if config.num_layers not in (None, TINY.num_hidden_layers):
+        raise ConfigError(
+            f"--num-layers {config.num_layers} with the pre-trained tiny model, which has "
+            f"{TINY.num_hidden_layers}",
+            f"--num-layers {TINY.num_hidden_layers}, or --init random",
+        )
     folder, made = config.hf_checkpoint, []
     if config.force and read_marker(folder) is not None:
         there = False
@@ -96,10 +122,11 @@ def _prepare_tiny(config: PrepareConfig, report: Report) -> PrepareResult:
         there = is_made(folder, config.seed)
     check_target(config.ref_load)
     prompts = config.data_dir / "tiny"
+    all_there = all(path.exists() for path in prompt_files(prompts).values()) and not config.force
     plan = [
         f"{'use' if there else 'pre-train and write'} the tiny checkpoint in {folder}",
-        f"write the base in {config.ref_load}",
-        f"write the prompts in {prompts}",
+        f"{'keep' if _has_base(config) else 'write'} the base in {config.ref_load}",
+        f"{'keep' if all_there else 'write'} the prompts in {prompts}",
     ]
     if config.dry_run:
         return PrepareResult(folder, config.ref_load, plan=tuple(plan))
@@ -186,18 +213,23 @@ def _base_lines(config: PrepareConfig, origin: Origin) -> list[str]:
     workers = worker_count(config.workers)
     rows = max(CHUNK_BYTES, *(p.numel // p.shape[0] * 4 for p in params))
     memory = workers * (READ_AHEAD + 2) * rows
-    there = (config.ref_load / TRACKER).exists() and not config.force
     lines = [
-        f"{'keep' if there else 'write'} a base of {origin.spec.num_hidden_layers} layers, "
-        f"{sum(p.numel for p in params):,} parameters, about {nbytes / 1e9:.1f} GB, "
-        f"in {config.ref_load} ({free_bytes(config.ref_load) / 1e9:.1f} GB free)",
-        f"use {workers} threads and about {memory / 1e9:.1f} GB of memory",
+        f"{'keep' if _has_base(config) else 'write'} a base of "
+        f"{origin.spec.num_hidden_layers} layers, "
+        f"{sum(p.numel for p in params):,} parameters, about {size_text(nbytes)}, "
+        f"in {config.ref_load} ({size_text(free_bytes(config.ref_load))} free)",
+        f"use {workers} threads and about {size_text(memory)} of memory",
     ]
     if config.to_hf is not None:
         lines.append(f"write it back as a Hugging Face checkpoint in {config.to_hf}")
     if config.task != "none" and config.model_name != "tiny":
         lines.append(f"keep or download {config.task} in {config.data_dir / config.task}")
     return lines
+
+
+def _has_base(config: PrepareConfig) -> bool:
+    """Whether a finished base is there that is not to be built again."""
+    return (config.ref_load / TRACKER).exists() and not config.force
 
 
 def _base(
@@ -208,7 +240,7 @@ def _base(
     report: Report,
 ) -> tuple[BaseManifest, bool]:
     """The base of ``source``, and whether it was written now rather than found."""
-    if (config.ref_load / TRACKER).exists() and not config.force:
+    if _has_base(config):
         manifest = check_base(config.ref_load, spec)
         if manifest.source != description:
             raise CheckpointError(

@@ -155,7 +155,7 @@ def test_a_disk_that_is_too_small(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("glm_lora.checkpoint.files.free_bytes", lambda folder: 10)
-    with pytest.raises(CheckpointError, match=r"what is left of .* needs .* GB and the disk of"):
+    with pytest.raises(CheckpointError, match=r"what is left of .* needs .* .B and the disk of"):
         prepare(config(tmp_path))
     assert not any(name.endswith(".safetensors") for name in hub.served)
 

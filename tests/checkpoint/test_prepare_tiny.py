@@ -17,7 +17,7 @@ from glm_lora.checkpoint.manifest import check_base, read_manifest
 from glm_lora.checkpoint.prepare import PrepareResult, prepare
 from glm_lora.checkpoint.torch_dist import RELEASE, TRACKER
 from glm_lora.cli import main
-from glm_lora.errors import CheckpointError
+from glm_lora.errors import CheckpointError, ConfigError
 from glm_lora.fingerprint import tensor_bytes
 from tests.prepared import folders, tiny_config
 
@@ -190,10 +190,42 @@ def test_dry_run_touches_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_the_plan_says_what_stays(root: Path, force: bool) -> None:
+    plan = prepare(tiny_config(root, dry_run=True, force=force)).plan
+    assert [line.split()[0] for line in plan] == (
+        ["pre-train", "write", "write"] if force else ["use", "keep", "keep"]
+    )
+
+
+def test_layers_that_tiny_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--num-layers 2 .* which has 4; expected .*random"):
+        prepare(tiny_config(tmp_path, num_layers=2))
+    assert not list(tmp_path.iterdir())
+    assert prepare(tiny_config(tmp_path, num_layers=4, dry_run=True)).plan
+    random = prepare(tiny_config(tmp_path, num_layers=2, init="random"))
+    assert read_manifest(random.ref_load).spec.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("init", ["base", "random"])
+@pytest.mark.parametrize("link", [False, True])
+def test_one_folder_for_two_things(tmp_path: Path, init: str, link: bool) -> None:
+    one = other = tmp_path / "one"
+    if link:
+        other = tmp_path / "other"
+        other.symlink_to(one)
+    before = list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"--ref-load and --hf-checkpoint are both"):
+        prepare(tiny_config(tmp_path, hf_checkpoint=one, ref_load=other, init=init))
+    with pytest.raises(ConfigError, match=r"--ref-load and --to-hf are both"):
+        prepare(tiny_config(tmp_path, ref_load=one, to_hf=other, init=init))
+    assert list(tmp_path.iterdir()) == before
+
+
 def test_full_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "ckpt" / "tiny_torch_dist" / TRACKER).unlink()
     monkeypatch.setattr("glm_lora.checkpoint.files.free_bytes", lambda folder: 1000)
-    with pytest.raises(CheckpointError, match=r"needs .* GB and the disk of"):
+    with pytest.raises(CheckpointError, match=r"needs 1\.\d MB and the disk .* has 1\.0 kB"):
         prepare(tiny_config(root))
 
 
