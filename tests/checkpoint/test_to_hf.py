@@ -64,7 +64,7 @@ def test_random_without_a_source(tmp_path: Path) -> None:
         tmp_path, tmp_path / "none", model_name="tiny", init="random", to_hf=tmp_path / "back"
     )
     result = prepare(config)
-    assert result.made == ("base", "to_hf")
+    assert result.made == ("data", "base", "to_hf")
     load_whole(tmp_path / "back")
     again = prepare(case(tmp_path / "again", tmp_path / "back"))
     assert again.fingerprint == result.fingerprint
