@@ -46,14 +46,15 @@ def write_report(run: Path, output: Path | None = None, *, refresh: int = 0) -> 
         refresh: Seconds after which a browser reads the file again; 0 never.
 
     Returns:
-        The file.
+        The file, as it was named.
 
     Raises:
         ConfigError: ``run`` is no run folder, a file in it is not what a run writes, or ``output``
             holds something else than a report.
         OSError: A file cannot be written.
     """
-    target = _free_target(output or run / REPORT)
+    named = output or run / REPORT
+    target = _free_target(named)
     data = load_run(run)
     charts = charts_of(data)
     body = "".join(
@@ -71,7 +72,7 @@ def write_report(run: Path, output: Path | None = None, *, refresh: int = 0) -> 
     _write(target, data.name, body, charts, refresh)
     if not refresh:
         write_pngs(charts, target.with_name(REPORT_PNGS) if output is None else _pngs_of(target))
-    return target
+    return named
 
 
 def write_comparison(runs: Sequence[Path], output: Path) -> Path:
@@ -82,12 +83,12 @@ def write_comparison(runs: Sequence[Path], output: Path) -> Path:
             ``output`` holds something else than a report.
         OSError: A file cannot be written.
     """
-    output = _free_target(output)
+    target = _free_target(output)
     data = [load_run(path, name) for path, name in zip(runs, _names(runs), strict=True)]
     charts = compared_charts(data)
     body = f"<h1>{len(data)} runs</h1>" + summary_table(data) + _charts(charts) + differences(data)
-    _write(output, "comparison", body, charts, 0)
-    write_pngs(charts, _pngs_of(output))
+    _write(target, "comparison", body, charts, 0)
+    write_pngs(charts, _pngs_of(target))
     return output
 
 

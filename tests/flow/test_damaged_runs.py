@@ -103,6 +103,14 @@ def test_a_report_replaces_nothing_but_reports(run, tmp_path, capsys):
     assert "<title>glm-lora: run</title>" in (tmp_path / "page.html").read_text()
 
 
+def test_a_report_is_called_as_it_was_named(run, monkeypatch, capsys):
+    monkeypatch.chdir(run.parent)
+    for named in (["--run", "run"], ["--compare", "run", "run", "--output", "two.html"]):
+        assert main(["report", *named]) == 0
+    said = capsys.readouterr().out.split()
+    assert said == ["report", "run/report.html", "report", "two.html"]
+
+
 def test_an_adapter_may_be_read_by_a_server_of_another_user(run, tmp_path):
     for kind in ("peft", "sglang"):
         output = tmp_path / kind
