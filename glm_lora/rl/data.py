@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class PromptData:
     def __len__(self) -> int:
         return sum(len(f.prompts) for f in self.files)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """sha256 over what decides which prompt comes when (tokens, labels, weights)."""
         digest = hashlib.sha256()
