@@ -105,7 +105,7 @@ def evaluate(
     from rich.table import Table
 
     from glm_lora.cluster.evaluation import evaluate_run
-    from glm_lora.report.sinks import jsonable
+    from glm_lora.json_numbers import jsonable
 
     result = evaluate_run(
         run,

@@ -197,9 +197,9 @@ def _prompts(
     folder = config.data_dir / "tiny"
     files = prompt_files(folder)
     with write_errors(folder):
-        changed = changed_prompts(folder)
-        keep = () if config.force else tuple(changed)
-        written = keep != tuple(changed) or not all(path.exists() for path in files.values())
+        changed = tuple(changed_prompts(folder))
+        keep = () if config.force else changed
+        written = bool(changed and config.force) or not all(p.exists() for p in files.values())
         ranks.first_then_all(lambda: write_prompts(folder, keep))
     return files, written, keep
 

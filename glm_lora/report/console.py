@@ -23,8 +23,8 @@ from rich.progress import Progress as RichProgress
 
 from glm_lora.checkpoint.progress import Progress, Report
 from glm_lora.errors import GlmLoraError, Interrupted
+from glm_lora.json_numbers import jsonable
 from glm_lora.protocols import LOGPROB_DIFF
-from glm_lora.report.sinks import jsonable
 
 
 @contextlib.contextmanager

@@ -211,8 +211,12 @@ def _changed(then: TrainConfig, now: TrainConfig) -> Iterator[tuple[str, Any, An
                 yield key, value, new[key]
             continue
         for name, inner in value.items():
-            files = (inner, new[key][name]) if name == "reward" else ()
-            if name == "prompt_data" or (files and all(f.endswith(".py") for f in files)):
-                continue
-            if inner != new[key][name]:
-                yield f"{key}.{name}", inner, new[key][name]
+            other = new[key][name]
+            if inner != other and not _by_content(name, inner, other):
+                yield f"{key}.{name}", inner, other
+
+
+def _by_content(name: str, old: Any, new: Any) -> bool:
+    """Whether an option names files, whose contents are among the ``inputs_of`` a run."""
+    files_of_rewards = name == "reward" and old.endswith(".py") and new.endswith(".py")
+    return name == "prompt_data" or files_of_rewards

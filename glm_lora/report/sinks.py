@@ -7,13 +7,13 @@ for them, and dropping or zeroing them would hide what they say.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from glm_lora.checkpoint.files import append_line
 from glm_lora.errors import ConfigError
+from glm_lora.json_numbers import jsonable
 
 STEP_KEY = "rollout/step"
 
@@ -28,15 +28,6 @@ class MetricSink(Protocol):
     def close(self) -> None:
         """Flush and release."""
         ...
-
-
-def jsonable(value: float) -> float | str:
-    """A metric as JSON can spell it."""
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 class JsonlSink:

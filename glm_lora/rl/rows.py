@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from glm_lora.errors import DataError
+from glm_lora.json_numbers import jsonable
 
 
 class BadRowError(Exception):
@@ -130,6 +130,6 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}  # pyright: ignore
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]  # pyright: ignore
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value if value is None or isinstance(value, str | bool | int | float) else str(value)
+    if isinstance(value, float):
+        return jsonable(value)
+    return value if value is None or isinstance(value, str | bool | int) else str(value)
