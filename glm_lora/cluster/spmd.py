@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from glm_lora.cluster.connections import is_broken_connection
 from glm_lora.cluster.every_rank import EveryRankTrainer
-from glm_lora.cluster.waiting import is_broken_connection
 from glm_lora.errors import CheckpointError, GlmLoraError, ProcessLost, TrainingError
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 
+from glm_lora.cluster.connections import is_broken_connection
 from glm_lora.errors import GlmLoraError, ProcessLost, first_line
 
 
@@ -91,9 +92,3 @@ def _explained(
             if other is not None and "is gone" in other.what:
                 return ProcessLost(f"{other.what}\n{error.what}")
     return error
-
-
-def is_broken_connection(cause: BaseException) -> bool:
-    """Whether a collective failed because of a peer: torch's own class, or gloo's plain one."""
-    names = {kind.__name__ for kind in type(cause).__mro__}
-    return "DistError" in names or (isinstance(cause, RuntimeError) and "gloo" in str(cause))

@@ -151,16 +151,23 @@ def metric_lines(run: Path) -> int:
 
 
 def test_torchrun_without_ray(tiny_root, tmp_path):
+    """The name of the test is meant: importing it fails, as where it is not installed."""
     train(tiny_root, tmp_path / "inline", "--num-rollout", "2")
-    torchrun(tiny_root, tmp_path / "torchrun", 1, "--num-rollout", "2")
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    (absent / "ray.py").write_text("raise ModuleNotFoundError('No module named ray')")
+    hidden = {"PYTHONPATH": str(absent)}
+    torchrun(tiny_root, tmp_path / "torchrun", 1, "--num-rollout", "2", environment=hidden)
     assert adapter(tmp_path / "inline") == adapter(tmp_path / "torchrun")
 
 
-def torchrun(root: Path, run: Path, ranks: int, *options: str) -> None:
+def torchrun(
+    root: Path, run: Path, ranks: int, *options: str, environment: dict[str, str] | None = None
+) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += [LAUNCHER, "train", "--model-name", "tiny", "--run-dir", str(run)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     subprocess.run([*command, *folders(root), *options], check=True, timeout=240, env=environment)
 
 
