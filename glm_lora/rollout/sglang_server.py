@@ -31,6 +31,13 @@ START_LIMIT = 1800.0
 """Seconds until the first healthy answer; kernels are compiled on the first start."""
 _PROGRESS = 15.0
 _GRACE = 15.0
+_OF_A_RANK = frozenset(
+    {
+        *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    }
+)
+"""What torchrun tells each of its ranks, beside ``TORCHELASTIC_*``."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +216,7 @@ class SglangServer:
         self.log = options.work_dir / f"sglang-{self.port}.log"
         self.command = server_command(options, model, self.port)
         env = {
-            **os.environ,
+            **_without_torchrun(os.environ),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
@@ -333,3 +340,13 @@ def start_servers(
             server.stop()
         raise
     return servers
+
+
+def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment a server starts in: not that of a rank, if torchrun started this process.
+
+    ``TORCHELASTIC_USE_AGENT_STORE`` makes the server's own first rank wait for a store that nobody
+    serves, without a word and for ever.
+    """
+    kept = {k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC_")}
+    return {k: v for k, v in kept.items() if k not in _OF_A_RANK}

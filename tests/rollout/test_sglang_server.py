@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +26,7 @@ from glm_lora.rollout.sglang_server import (
 from tests.support import is_running
 from tests.tiny_checkpoint import tiny_selection
 
+ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
     import http.server, os, subprocess, sys
     port = int(sys.argv[sys.argv.index("--port") + 1])
@@ -178,6 +183,40 @@ def test_a_server_that_asks_for_a_key_is_there(options):
         server.wait(limit=30.0)
     finally:
         server.stop()
+
+
+def test_a_server_started_by_a_rank_of_torchrun_is_not_one_of_its_ranks(options, tmp_path):
+    """Seen on a GPU: told to use the agent's store, SGLang waited for it and said nothing."""
+    script = tmp_path / "rank.py"
+    script.write_text("""
+import dataclasses, json, os, pickle, sys
+from glm_lora.rollout.sglang_server import SglangServer
+options = pickle.load(open(sys.argv[1], "rb"))
+given = dict(os.environ)
+server = SglangServer(options)
+server.wait(60)
+seen = open(f"/proc/{server._process.pid}/environ").read().split("\\0")
+server.stop()
+names = {entry.partition("=")[0] for entry in seen if entry}
+json.dump([sorted(given), sorted(names)], open(sys.argv[2], "w"))
+""")
+    found, told = tmp_path / "names.json", tmp_path / "options"
+    told.write_bytes(pickle.dumps(options))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)]
+    outside = {k: v for k, v in os.environ.items() if k != "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+    done = subprocess.run(
+        [*command, str(told), str(found)],
+        env=outside | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    given, names = (set(x) for x in json.loads(found.read_text()))
+    assert {"RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"} <= given
+    harmless = {"OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTHONPATH"}
+    ours = {"HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "PYTHONUNBUFFERED"}
+    assert names - set(outside) <= harmless | ours | {"PWD", "SHLVL", "_", "OLDPWD"}
 
 
 def test_one_failure_stops_all(options):
