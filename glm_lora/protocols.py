@@ -30,6 +30,8 @@ LOGPROB_DIFF = "train/train_rollout_logprob_abs_diff"
 LOGPROB_LIMITS = {"float32": 1e-3, "bfloat16": 0.05}
 """Default hard limits, by compute dtype, of the mean difference between two computations of one
 log-probability, in nats."""
+LOGIT_ROUNDING = {"float32": 2**-22, "bfloat16": 2**-7}
+"""Relative error of a logit by compute dtype: two roundings to its significand."""
 
 
 @dataclass(frozen=True, order=True)

@@ -13,6 +13,7 @@ import numpy as np
 from glm_lora.errors import RolloutError, RunError, SyncError
 from glm_lora.protocols import (
     BASE,
+    LOGIT_ROUNDING,
     LOGPROB_LIMITS,
     AdapterRef,
     AdapterState,
@@ -167,6 +168,7 @@ def push_and_verify(
             engine=served,
             engine_base=probe.base_logprobs,
             limit=limit,
+            rounding=LOGIT_ROUNDING[capabilities.dtype],
         )
     except SyncError as error:
         _take_back(engine, ref, error)

@@ -169,6 +169,10 @@ def check_receipt(state: AdapterState, ref: AdapterRef, receipt: Receipt) -> Non
         raise SyncError(f"the engine reports {receipt.bytes} bytes received", "more than 0")
 
 
+ONE_TOKEN = 0.5
+"""Nats that a single token of the probe counts at most."""
+
+
 def check_probe(
     state: AdapterState,
     *,
@@ -176,6 +180,7 @@ def check_probe(
     engine: np.ndarray,
     engine_base: np.ndarray,
     limit: float,
+    rounding: float = 0.0,
 ) -> tuple[float, float]:
     """Compare one prompt's log-probabilities under the adapter: trainer, engine, engine's base.
 
@@ -184,7 +189,10 @@ def check_probe(
         trainer: The trainer's log-probabilities, one per predicted token.
         engine: The engine's, asked for under the adapter's name.
         engine_base: The engine's without an adapter.
-        limit: Largest mean absolute difference.
+        limit: Largest mean absolute difference, beside what ``rounding`` explains.
+        rounding: Relative error of one logit in the compute dtype. A log-probability of -16 comes
+            from logits of that size, which bf16 holds in steps of 0.06 to 0.12: the limit grows by
+            this share of the mean size of the log-probabilities.
 
     Returns:
         Mean and largest absolute difference between trainer and engine, in nats.
@@ -206,7 +214,10 @@ def check_probe(
             )
     difference = np.abs(trainer.astype(np.float64) - engine.astype(np.float64))
     mean, largest = float(difference.mean()), float(difference.max())
-    if mean > limit:
+    limit += rounding * float(np.abs(trainer).mean())
+    # A token whose router is undecided may take other experts on the two sides and be nats away;
+    # an adapter that is not served as it should be shows in more than one token.
+    if float(difference.clip(max=ONE_TOKEN).mean()) > limit:
         raise SyncError(
             f"trainer and engine differ by {mean:.4g} (largest {largest:.4g}) in the "
             "log-probabilities of the probe prompt under the new adapter",

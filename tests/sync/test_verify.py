@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +12,8 @@ from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import FULL, TINY
 from glm_lora.errors import SyncError
 from glm_lora.fingerprint import fingerprint_tensors
-from glm_lora.protocols import Capabilities
-from glm_lora.sync.verify import check_selection, check_state, fused_partners
+from glm_lora.protocols import LOGIT_ROUNDING, LOGPROB_LIMITS, Capabilities
+from glm_lora.sync.verify import check_probe, check_selection, check_state, fused_partners
 from glm_lora.targets.selection import make_selection
 from tests.tiny_checkpoint import random_state, tiny_selection
 
@@ -108,3 +109,63 @@ def test_rank_and_targets_of_the_engine_are_respected():
     stock = replace(SGLANG, target_leaves=LEAVES - {"f_a_proj", "g_b_proj"})
     with pytest.raises(SyncError, match="does not adapt f_a_proj, g_b_proj"):
         check_selection(tiny_selection(), stock)
+
+
+def bf16_logprobs(logits):
+    """As an engine in bfloat16 has them: logits rounded, their logarithms in fp32."""
+    rounded = torch.from_numpy(logits).bfloat16().float()
+    return rounded.log_softmax(-1)[:, 0].numpy()
+
+
+@pytest.fixture
+def unlikely():
+    """Trainer, engine and base on a probe whose tokens get log-probabilities of -30 and so.
+
+    Logits of that size lie 0.125 apart in bfloat16; trainer and engine round each its own.
+    """
+    generator = np.random.default_rng(0)
+    logits = generator.normal(0, 6, (64, 512)).astype(np.float32)
+    logits[:, 0] -= 16
+    noisy = (logits * (1 + 2**-8 * generator.normal(size=logits.shape))).astype(np.float32)
+    base = logits + generator.normal(0, 3, logits.shape).astype(np.float32)
+    return [bf16_logprobs(x) for x in (logits, noisy, base)]
+
+
+def probe(state, values, dtype="bfloat16"):
+    trainer, engine, base = values
+    return check_probe(
+        state,
+        trainer=trainer,
+        engine=engine,
+        engine_base=base,
+        limit=LOGPROB_LIMITS[dtype],
+        rounding=LOGIT_ROUNDING[dtype],
+    )
+
+
+def test_rounding_of_large_logits_is_no_difference(state, unlikely):
+    mean, _ = probe(state, unlikely)
+    assert mean > LOGPROB_LIMITS["bfloat16"], "more than the limit for likely tokens"
+    with pytest.raises(SyncError, match="trainer and engine differ"):
+        probe(state, unlikely, "float32")
+
+
+def test_one_token_with_other_experts_does_not_stop_a_run(state):
+    """Seen on an H200 after 17 good syncs: one of 63 tokens was 2.4 nats away, mean 0.067."""
+    trainer = np.full(63, -2.0, np.float32)
+    engine = trainer + np.float32(0.03)
+    engine[40] -= 2.4
+    base = trainer - 1
+    mean, largest = probe(state, (trainer, engine, base))
+    assert mean > LOGPROB_LIMITS["bfloat16"] and largest > 2
+    engine[::4] -= 2.4
+    with pytest.raises(SyncError, match="trainer and engine differ"):
+        probe(state, (trainer, engine, base))
+
+
+def test_the_base_instead_of_the_adapter_is_found_out_in_bfloat16_too(state, unlikely):
+    trainer, engine, base = unlikely
+    with pytest.raises(SyncError, match="trainer and engine differ"):
+        probe(state, (trainer, base, base))
+    with pytest.raises(SyncError, match="trainer and engine differ"):
+        probe(state, (trainer, (engine + base) / 2, base))
