@@ -71,7 +71,7 @@ class ParallelConfig(_Strict):
     last layer, whose backward pass comes next)."""
     dsa_backend: Literal["auto", "sdpa", "triton"] = "auto"
     """Sparse attention above index_topk tokens: sdpa masks all keys, triton reads the chosen ones
-    (CUDA in bfloat16, gradients summed in no fixed order, not measured yet); auto is sdpa."""
+    (CUDA in bfloat16, gradients summed in no fixed order); auto takes the faster one by length."""
     max_tokens_per_gpu: int = Field(default=8192, ge=1)
     """Token budget of one micro-batch."""
     drift_check_interval: int = Field(default=10, ge=0)

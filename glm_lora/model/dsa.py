@@ -2,7 +2,8 @@
 
 The two down projections are replicated and see only this rank's tokens. The indexer decides which
 tokens a query sees; up to ``index_topk`` tokens that is all earlier ones, and it is not run. The
-queries after those read all keys through a mask, or with ``--dsa-backend triton`` only the chosen.
+queries after those read all keys through a mask, or the chosen alone, where a kernel for that can
+run and is faster (``fast.sparse_from``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from glm_lora.arch.projections import Kind
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.model.batch import ModelBatch, by_sequence
 from glm_lora.model.collectives import enter_tp, leave_tp
-from glm_lora.model.fast import DsaBackend, is_plain, takes_sparse
+from glm_lora.model.fast import DsaBackend, is_plain, sparse_from
 from glm_lora.model.indexer import ROWS_PER_BLOCK, Indexer
 from glm_lora.model.kept import keeping
 from glm_lora.model.linear import ProjectionGroup
@@ -74,8 +75,8 @@ class SparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.limit = ctx, spec.index_topk
-        self.sparse = takes_sparse(backend, ctx.device, dtype, spec.kv_lora_rank)
         self.heads = spec.num_attention_heads // ctx.tp_size
+        self.sparse_from = sparse_from(backend, ctx.device, dtype, spec.kv_lora_rank, self.heads)
         self.qk_dim, self.v_dim = spec.qk_head_dim, spec.v_head_dim
         self.latents = (spec.q_lora_rank, spec.kv_lora_rank)
         hidden, heads = spec.hidden_size, spec.num_attention_heads
@@ -115,7 +116,7 @@ class SparseAttention(nn.Module):
         if any(length > self.limit for _, _, length in batch.runs):
             index = self.indexer.project(x, q_low, batch)
         steady = len(batch.runs) == 1
-        if index and self.sparse and not is_plain():
+        if index and self.sparse_from is not None and not is_plain():
             attend = functools.partial(self._from_latents, steady=steady)
             o = by_sequence(batch, attend, q, kv_low, *index)
         else:
@@ -130,15 +131,20 @@ class SparseAttention(nn.Module):
     def _from_latents(self, q: Tensor, latents: Tensor, *index: Tensor, steady: bool) -> Tensor:
         """``_attend`` that makes keys and values only where all of them are read.
 
+        Sequences of fewer than ``sparse_from`` tokens go through masks.
+
         Args:
             q: ``[B, L, h, qk_dim]``.
             latents: ``[B, L, D]``.
             index: What the indexer needs of each token.
             steady: As for ``attention``.
         """
-        first = latents[:, : self.limit]
-        if latents.shape[1] <= self.limit:
+        length, first = latents.shape[1], latents[:, : self.limit]
+        if length <= self.limit:
             return self._attend(q, self._keys_and_values(first), steady=steady)
+        assert self.sparse_from is not None
+        if length < self.sparse_from:
+            return self._attend(q, self._keys_and_values(latents), *index, steady=steady)
         from glm_lora.model.kernels.sparse import sparse_attention
 
         # The absorbed form reads the weight itself: it would pass over an adapter.

@@ -23,10 +23,14 @@ Path = Literal["delta_rule", "fused", "grouped_mm"]
 """KDA's sequence kernel, the elementwise and per-token Triton kernels, the experts' products."""
 
 DsaBackend = Literal["auto", "sdpa", "triton"]
-"""What computes DSA above ``index_topk`` tokens; auto is sdpa."""
+"""What computes DSA above ``index_topk`` tokens; auto is the faster one for the length."""
 
 SMALLEST_LATENT = 32
 """The sparse kernel cuts latents in halves, and a matrix unit takes 16 columns."""
+
+_SPARSE_WINS = {64: 8192, 32: 16384, 16: 20480, 1: 32768}
+"""Tokens of a sequence from which the sparse kernel takes less time than masks, by the fewest heads
+on a rank; from both kernels' times on an H200 (docs/performance.md)."""
 
 _PLAIN: ContextVar[bool] = ContextVar("plain", default=False)
 
@@ -53,23 +57,32 @@ def is_plain() -> bool:
     return _PLAIN.get()
 
 
-def takes_sparse(
-    backend: DsaBackend, device: torch.device, dtype: torch.dtype, latent: int
-) -> bool:
-    """Whether the sparse kernel was asked for and can run; says so once in the log if it cannot.
+def sparse_from(
+    backend: DsaBackend, device: torch.device, dtype: torch.dtype, latent: int, heads: int
+) -> int | None:
+    """From how many tokens on a sequence is computed by the sparse kernel; None is never.
+
+    Where it was asked for and cannot run, the log says so once.
 
     Args:
         backend: The wish.
         device: Where the activations are.
         dtype: Of the activations.
         latent: Size of the latents.
+        heads: On this rank.
     """
-    if backend != "triton":
-        return False
+    if backend == "sdpa":
+        return None
     reason = _no_sparse(device.type, dtype, latent)
-    if reason is not None:
+    if reason is None:
+        return 0 if backend == "triton" else _faster_from(heads)
+    if backend == "triton":
         _say_no_sparse(reason)
-    return reason is None
+    return None
+
+
+def _faster_from(heads: int) -> int:
+    return next(tokens for fewest, tokens in _SPARSE_WINS.items() if heads >= fewest)
 
 
 def _no_sparse(device: str, dtype: torch.dtype, latent: int) -> str | None:
@@ -116,8 +129,9 @@ def active_paths(dsa_backend: DsaBackend = "auto") -> dict[str, str]:
     if not torch.cuda.is_available():
         return dict.fromkeys([*_PARTS, _DSA], "torch (no CUDA device)")
     parts = dict(_PARTS)
-    if dsa_backend == "triton":
-        parts[_DSA] = ("fused", "triton, chosen tokens only")
+    if dsa_backend != "sdpa":
+        whole = f"masks below {_faster_from(64):,} tokens (64 heads), triton from there on"
+        parts[_DSA] = ("fused", whole if dsa_backend == "auto" else "triton, chosen tokens only")
     found = {
         part: kernel if (reason := missing(path)) is None else f"torch ({reason})"
         for part, (path, kernel) in parts.items()

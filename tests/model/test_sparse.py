@@ -126,16 +126,23 @@ def test_where_it_cannot_run_one_line_says_so_and_the_masks_compute(said):
 def test_each_reason_is_given(said, monkeypatch, kind, dtype, latent, reason):
     monkeypatch.setattr(fast, "missing", lambda path: "no triton here")
     for _ in range(2):
-        assert not fast.takes_sparse("triton", torch.device(kind), dtype, latent)
+        assert fast.sparse_from("triton", torch.device(kind), dtype, latent, 64) is None
     assert len(said()) == 1 and reason in said()[0]
-    assert not fast.takes_sparse("auto", torch.device(kind), dtype, latent)
+    assert fast.sparse_from("auto", torch.device(kind), dtype, latent, 64) is None
+    assert len(said()) == 1, "nobody asked for it"
 
 
-def test_it_runs_only_when_asked_for(monkeypatch):
+def test_auto_takes_it_from_the_length_at_which_it_is_faster(monkeypatch):
     monkeypatch.setattr(fast, "missing", lambda path: None)
-    cuda = torch.device("cuda")
-    taken = {b: fast.takes_sparse(b, cuda, torch.bfloat16, 512) for b in ("auto", "sdpa", "triton")}
-    assert taken == {"auto": False, "sdpa": False, "triton": True}
+
+    def start(backend, heads):
+        return fast.sparse_from(backend, torch.device("cuda"), torch.bfloat16, 512, heads)
+
+    assert [start(b, 64) for b in ("sdpa", "triton", "auto")] == [None, 0, 8192]
+    # Fewer heads share the gathers and additions of a query.
+    assert [start("auto", heads) for heads in (128, 32, 16, 8, 1)] == [
+        8192, 16384, 20480, 32768, 32768,
+    ]  # fmt: skip
 
 
 def test_doctor_and_benchmarks_name_what_computes_it(monkeypatch):
@@ -143,7 +150,9 @@ def test_doctor_and_benchmarks_name_what_computes_it(monkeypatch):
     assert fast.active_paths()[part] == "torch (no CUDA device)"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(fast, "missing", lambda path: None)
-    assert fast.active_paths()[part] == fast.active_paths("sdpa")[part] == "SDPA with masks"
+    assert fast.active_paths("sdpa")[part] == "SDPA with masks"
+    auto = "masks below 8,192 tokens (64 heads), triton from there on"
+    assert fast.active_paths()[part] == auto
     assert fast.active_paths("triton")[part] == "triton, chosen tokens only"
     monkeypatch.setattr(fast, "missing", lambda path: "no triton here")
     assert fast.active_paths("triton")[part] == "torch (no triton here)"
@@ -162,7 +171,7 @@ def test_the_option_takes_three_words(tmp_path, capsys):
 @pytest.mark.parametrize("build_with", ["worker", "self test"])
 def test_the_option_reaches_the_layers(build_with, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(dsa, "takes_sparse", lambda backend, *_: asked.append(backend))
+    monkeypatch.setattr(dsa, "sparse_from", lambda backend, *_: asked.append(backend))
     if build_with == "self test":
         one_step("cpu")
         assert asked == ["auto"]

@@ -86,13 +86,13 @@ SPECS = {
 }  # fmt: skip
 
 
-def trained(spec, sparse_path, batches, recompute="none"):
+def trained(spec, sparse_from, batches, recompute="none"):
     """Log-probabilities and adapter gradients of one pass."""
     stage = build_stage(spec, ParallelContext(), dtype=torch.float32, recompute=recompute)
     load(stage, random_base(spec))
     for layer in stage.layers:
-        if hasattr(layer.attention.block, "sparse"):
-            layer.attention.block.sparse = sparse_path
+        if hasattr(layer.attention.block, "sparse_from"):
+            layer.attention.block.sparse_from = sparse_from
     adapters = attach_adapters(stage, everything(spec), seed=0)
     adapters.load_full(random_factors(adapters.selection))
     outs = run_microbatches(stage, batches, lambda i, lp, entropy: (lp * lp.detach().sin()).sum())
@@ -107,11 +107,27 @@ def test_the_sparse_path_equals_the_masked_one(name, together, monkeypatch):
     attend = sparse.attend
     monkeypatch.setattr(sparse, "attend", lambda *args: calls.append(1) or attend(*args))
     batch = together(random_sequences([11, 17, 5, 17], spec.vocab_size))
-    want, want_grads = trained(spec, False, [batch])
+    want, want_grads = trained(spec, None, [batch])
     assert not calls
-    got, grads = trained(spec, True, [batch])
+    got, grads = trained(spec, 0, [batch])
     long = 4 if together is collate else sum(n > spec.index_topk for n in (11, 17, 17))
     assert len(calls) == spec.layer_types.count(DSA) * long
+    close(got[0], want[0], "the same sums, absorbed, in fp32", atol=2e-5)
+    for key, value in want_grads.items():
+        scale = value.abs().max().item()
+        close(grads[key], value, f"{key}: relative to its largest entry", atol=1e-4 * scale)
+
+
+def test_shorter_sequences_go_through_masks(monkeypatch):
+    """Each sequence of a packed row for itself, and nothing changes but who computes."""
+    calls = []
+    attend = sparse.attend
+    monkeypatch.setattr(sparse, "attend", lambda *args: calls.append(1) or attend(*args))
+    batch = pack(random_sequences([11, 17, 12, 5], SHORT_INDEX.vocab_size))
+    want, want_grads = trained(SHORT_INDEX, None, [batch])
+    got, grads = trained(SHORT_INDEX, 12, [batch])
+    assert SHORT_INDEX.index_topk < 11
+    assert len(calls) == 2 * SHORT_INDEX.layer_types.count(DSA), "those of 17 and 12 tokens"
     close(got[0], want[0], "the same sums, absorbed, in fp32", atol=2e-5)
     for key, value in want_grads.items():
         scale = value.abs().max().item()
@@ -122,7 +138,7 @@ def test_plain_torch_turns_it_off(monkeypatch):
     monkeypatch.setattr(sparse, "attend", None)
     batch = collate(random_sequences([13], SHORT_INDEX.vocab_size))
     with plain_torch():
-        trained(SHORT_INDEX, True, [batch])
+        trained(SHORT_INDEX, 0, [batch])
 
 
 @pytest.mark.parametrize("recompute", ["full", "attention"])
@@ -131,9 +147,9 @@ def test_a_layer_run_again_keeps_the_result_and_changes_no_bit(recompute, monkey
     attend = sparse.attend
     monkeypatch.setattr(sparse, "attend", lambda *args: calls.append(1) or attend(*args))
     batch = pack(random_sequences([12, 15], spec.vocab_size))
-    _, want = trained(spec, True, [batch, batch])
+    _, want = trained(spec, 0, [batch, batch])
     assert len(calls) == 2 * 2 * 2  # layers, batches, sequences
-    _, got = trained(spec, True, [batch, batch], recompute)
+    _, got = trained(spec, 0, [batch, batch], recompute)
     assert len(calls) == 2 * 8
     # In the interpreter the additions have an order.
     for key, expected in want.items():

@@ -25,8 +25,8 @@ from glm_lora.model.kept import kept
 QUERIES_PER_BLOCK = 1024
 """Queries whose latent-space tensors, ``[h, queries, D]`` each, are in memory at a time."""
 
-_FORWARD = {16: (64, 4, 2), 32: (64, 8, 2), 64: (32, 8, 2)}
-_BACKWARD = {16: (32, 4, 2), 32: (32, 8, 2), 64: (64, 8, 1)}
+_FORWARD = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)}
+_BACKWARD = {16: (32, 4, 2), 32: (64, 8, 2), 64: (64, 8, 1)}
 """Tokens of a tile, warps and stages, by the heads of a program. The most heads, because a program
 of the backward pass adds to each of its tokens once. For 512 latents on Hopper: 197 KB of shared
 memory at most, 255 registers."""
