@@ -33,7 +33,7 @@ install() {
 sites() {
   install "$place/packages" "$wheels"/*.whl
   # flash-linear-attention tunes its kernels for minutes: the toy of sglang_train.py does without.
-  mapfile -t plain < <(find "$wheels" -name '*.whl' ! -name 'fla*')
+  mapfile -t plain < <(find "$wheels" -type f -name '*.whl' ! -name 'fla*')
   install "$place/plain" "${plain[@]}"
   bash benchmarks/unpack_sglang.sh "$bundle" "$site"
   for wheel in "$wheels"/torch_memory_saver*.whl; do

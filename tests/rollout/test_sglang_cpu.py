@@ -83,7 +83,9 @@ def test_push_probe_generate_score_and_unload(engine, trainer):
         report = push_and_verify(state, engine, probe, expected)
         assert report.max_difference < 1e-4
         assert report.receipt.num_tensors == 28
-    stop = SamplingParams(12, 0.7, tuple(range(0, 128, 3)))
+    # The llama's own end of text, 2, is among them: SGLang stops there whatever is asked for.
+    stops = {2, *range(0, 128, 3)}
+    stop = SamplingParams(12, 0.7, tuple(stops))
     samples = engine.generate([Request(TOKENS, stop, n=4), Request((9, 8), stop)], state.ref())
     assert [s.prompt_ids for s in samples] == [TOKENS] * 4 + [(9, 8)]
     for sample in samples:
@@ -91,7 +93,7 @@ def test_push_probe_generate_score_and_unload(engine, trainer):
         at = len(sample.prompt_ids) - 1
         scored = trainer.logprobs(whole, state, temperature=0.7)[at:]
         close(np.array(sample.logprobs), scored, FP32 + ", at the sampling temperature", atol=1e-4)
-        ended = [t % 3 == 0 for t in sample.response_ids]
+        ended = [t in stops for t in sample.response_ids]
         assert not any(ended[:-1]), "nothing is sampled after a stop token"
         assert (sample.finish is Finish.STOP) == ended[-1], "the stop token is the last one"
     old = AdapterRef("policy", 2)
