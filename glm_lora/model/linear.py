@@ -92,6 +92,7 @@ class ProjectionGroup(nn.Module):
             start = rows.stop
         empty = torch.empty(start, shapes[0][1] // cut_in, dtype=dtype, device=ctx.device)
         self.weight = nn.Parameter(empty, requires_grad=False)
+        self._latest: Fused | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Base outputs plus the deltas of the active adapters."""
@@ -101,10 +102,20 @@ class ProjectionGroup(nn.Module):
         if any(adapter.dropout for _, adapter in live):
             return self._with_dropout(x, live)
         factors = [f for _, adapter in live for f in (adapter.a, adapter.b)]
-        spans = [s.rows for s, _ in live]
         return _LoraProduct.apply(  # pyright: ignore[reportReturnType]
-            x, self.weight, spans, [a.scaling for _, a in live], *factors
+            x, self.weight, self._fused(live, x.dtype), *factors
         )
+
+    def _fused(self, live: Sequence[tuple[LinearSite, SiteAdapter]], dtype: torch.dtype) -> Fused:
+        """The adapters as two matrices; the same ones until a factor has changed."""
+        stamp = (dtype, *((_stamp(a.a), _stamp(a.b), a.scaling) for _, a in live))
+        if self._latest is None or self._latest.stamp != stamp:
+            self._latest = fuse(live, self.weight.shape[0], dtype, stamp)
+        return self._latest
+
+    def drop_fused(self) -> None:
+        """Free the adapters' copies; the next use makes them again."""
+        self._latest = None
 
     def _with_dropout(self, x: Tensor, live: list[tuple[LinearSite, SiteAdapter]]) -> Tensor:
         y = F.linear(x, self.weight)
@@ -135,88 +146,79 @@ class ProjectionGroup(nn.Module):
         return keep.to(x.device)
 
 
-class _LoraProduct(torch.autograd.Function):
-    """``x W^T`` with ``s_i (x A_i^T) B_i^T`` added on the columns of each adapted site.
+@dataclass(frozen=True)
+class Fused:
+    """A group's adapters in the compute dtype: ``y += (x A^T) B^T`` in two products."""
 
-    The base is frozen, so its gradient is never formed. The scaling is applied to the A factors,
-    the smallest tensors at hand.
+    stamp: tuple[Any, ...]
+    """What it was made from."""
+    a: Tensor
+    """``[R, I]``, each site's rows multiplied with its scaling."""
+    b: Tensor
+    """``[O, R]``: each site's B at its rows and ranks, zero elsewhere."""
+    parts: tuple[tuple[slice, slice, float], ...]
+    """Rows, ranks and scaling of each site."""
+
+
+def fuse(
+    live: Sequence[tuple[LinearSite, SiteAdapter]],
+    outputs: int,
+    dtype: torch.dtype,
+    stamp: tuple[Any, ...] = (),
+) -> Fused:
+    """Lay the factors of a group's adapters into two matrices.
+
+    The zeros are multiplied too: of a group's sites the first product sees all ranks anyway, and in
+    the second they cost less than a launch for each site.
+
+    Args:
+        live: Sites and their adapters.
+        outputs: Columns of the group's output.
+        dtype: Of the matrices.
+        stamp: What tells this state of the factors from others.
+    """
+    parts: list[tuple[slice, slice, float]] = []
+    start = 0
+    for site, adapter in live:
+        stop = start + adapter.a.shape[0]
+        parts.append((site.rows, slice(start, stop), adapter.scaling))
+        start = stop
+    with torch.no_grad():
+        a = torch.cat([adapter.a * adapter.scaling for _, adapter in live]).to(dtype)
+        b = a.new_zeros(outputs, start)
+        for (rows, ranks, _), (_, adapter) in zip(parts, live, strict=True):
+            b[rows, ranks] = adapter.b.to(dtype)
+    return Fused(stamp, a, b, tuple(parts))
+
+
+def _stamp(factor: Tensor) -> tuple[int, int]:
+    """Changes with every write to ``factor`` and when its memory is another."""
+    return factor.data_ptr(), factor._version
+
+
+class _LoraProduct(torch.autograd.Function):
+    """``x W^T + (x A^T) B^T`` for the fused factors of a group.
+
+    The base is frozen, so its gradient is never formed. The small products come first: the large
+    one then adds them in its last pass, where a small product on top would read and write the whole
+    result once more.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        spans: list[slice],
-        scalings: list[float],
-        *factors: Tensor,
-    ) -> Tensor:
-        a = _stacked(factors[0::2], scalings).to(x.dtype)
-        z = x @ a.t()
-        y = _with_deltas(x, weight, spans, z, factors[1::2])
-        ctx.save_for_backward(x, weight, a, z, *factors[1::2])
-        ctx.spans, ctx.scalings = spans, scalings
-        return y
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fused: Fused, *factors: Tensor) -> Tensor:
+        z = x @ fused.a.t()
+        ctx.save_for_backward(x, weight, fused.a, fused.b, z)
+        ctx.parts, ctx.dtype = fused.parts, factors[0].dtype
+        return (z @ fused.b.t()).addmm_(x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         dy = grads[0]
-        x, weight, a, z, *bs = ctx.saved_tensors
-        dz = torch.empty_like(z)
-        out: list[Tensor] = []
-        start = 0
-        for span, b in zip(ctx.spans, bs, strict=True):
-            stop = start + b.shape[1]
-            torch.mm(dy[:, span], b.to(x.dtype), out=dz[:, start:stop])
-            out.append((dy[:, span].t() @ z[:, start:stop]).to(b.dtype))
-            start = stop
-        da = (dz.t() @ x).to(torch.float32)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = _sum_of_products(dz, a, dy, weight)
+        x, weight, a, b, z = ctx.saved_tensors
+        dz = dy @ b
+        da, db = (dz.t() @ x).to(ctx.dtype), dy.t() @ z
         pairs: list[Tensor] = []
-        start = 0
-        for db, scaling in zip(out, ctx.scalings, strict=True):
-            stop = start + db.shape[1]
-            pairs += [da[start:stop].mul_(scaling), db]
-            start = stop
-        return dx, None, None, None, *pairs
-
-
-def _with_deltas(
-    x: Tensor, weight: Tensor, spans: Sequence[slice], z: Tensor, bs: Sequence[Tensor]
-) -> Tensor:
-    """``x W^T`` plus ``z_i B_i^T`` on the columns ``spans[i]``, which ascend.
-
-    On a GPU the deltas come first: the large product then adds them in its last pass, where a small
-    product on top would read and write the whole result once more.
-    """
-    if x.device.type != "cuda":
-        y, start = x @ weight.t(), 0
-        for span, b in zip(spans, bs, strict=True):
-            stop = start + b.shape[1]
-            y[:, span].addmm_(z[:, start:stop], b.to(x.dtype).t())
-            start = stop
-        return y
-    y = x.new_empty(x.shape[0], weight.shape[0])
-    start = done = 0
-    for span, b in zip(spans, bs, strict=True):
-        y[:, done : span.start].zero_()
-        stop = start + b.shape[1]
-        torch.mm(z[:, start:stop], b.to(x.dtype).t(), out=y[:, span])
-        start, done = stop, span.stop
-    y[:, done:].zero_()
-    return y.addmm_(x, weight.t())
-
-
-def _sum_of_products(dz: Tensor, a: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
-    """``dz A + dy W``, in the order of ``_with_deltas``."""
-    if dy.device.type != "cuda":
-        return (dy @ weight).addmm_(dz, a)
-    return (dz @ a).addmm_(dy, weight)
-
-
-def _stacked(factors: Sequence[Tensor], scalings: Sequence[float]) -> Tensor:
-    if len(set(scalings)) == 1:
-        return torch.cat(list(factors)) * scalings[0]
-    return torch.cat([f * s for f, s in zip(factors, scalings, strict=True)])
+        for rows, ranks, scaling in ctx.parts:
+            pairs += [da[ranks].mul_(scaling), db[rows, ranks].to(ctx.dtype)]
+        dx = (dz @ a).addmm_(dy, weight) if ctx.needs_input_grad[0] else None
+        return dx, None, None, *pairs

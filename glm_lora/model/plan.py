@@ -5,9 +5,11 @@ Torch-free, so that a wrong shape is refused in well under a second.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from glm_lora.arch.projections import Param, all_params
+from glm_lora.arch.projections import Param, Site, all_params, trainable_sites
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.config import ParallelConfig
 from glm_lora.errors import ConfigError
@@ -15,6 +17,14 @@ from glm_lora.targets.selection import Selection
 
 LOGITS_PER_BLOCK = 2**27
 """fp32 logits that the head holds at a time (512 MiB)."""
+
+SHARED_INPUT = (
+    ("q_proj", "k_proj", "v_proj", "b_proj"),
+    ("f_a_proj", "g_a_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+)
+"""Leaves of one block that read one input and are computed as one product."""
 
 _BLOCK_COPIES = 3  # logits, their exponentials and one factor of the gradient
 
@@ -121,7 +131,7 @@ class MemoryPlan:
     base: int
     """Frozen weights."""
     adapters: int
-    """fp32 masters and their gradients."""
+    """fp32 masters, their gradients, and the copies that the products read."""
     optimizer: int
     """Two fp32 moments."""
     activations: int
@@ -201,11 +211,30 @@ def _stage_plan(
     rows = min(tokens, LOGITS_PER_BLOCK // spec.vocab_size)
     return MemoryPlan(
         base=base,
-        adapters=8 * factors,
+        adapters=8 * factors + width * _fused(spec, selection, layers, tp),
         optimizer=8 * factors,
         activations=(kept * in_flight + one_layer) * tokens * width,
         logits=_BLOCK_COPIES * 4 * rows * spec.vocab_size // tp if last else 0,
     )
+
+
+def _fused(spec: ModelSpec, selection: Selection, layers: range, tp: int) -> int:
+    """Values of the fused factors (``model.linear.Fused``): per group (O + I) R, zeros included."""
+    sizes: dict[tuple[str, Sequence[str]], tuple[int, int]] = {}
+    ranks: Counter[tuple[str, Sequence[str]]] = Counter()
+
+    def group(site: Site) -> tuple[str, Sequence[str]]:
+        leaves = next((g for g in SHARED_INPUT if site.leaf in g), (site.leaf,))
+        return site.disk_name.removesuffix(site.leaf), leaves
+
+    for site in trainable_sites(spec):
+        outputs, _ = sizes.get(group(site), (0, 0))
+        outputs += site.out_features // (tp if site.kind == "column" else 1)
+        sizes[group(site)] = outputs, site.in_features // (tp if site.kind == "row" else 1)
+    for a in selection.adapters:
+        if a.site.layer in layers:
+            ranks[group(a.site)] += a.rank
+    return sum(rank * sum(sizes[key]) for key, rank in ranks.items())
 
 
 def _kept(spec: ModelSpec, layer: int, tp: int, recompute: str, tokens: int) -> int:

@@ -159,12 +159,15 @@ class Stage(nn.Module):
 
     def linear_sites(self) -> dict[str, LinearSite]:
         """Every projection of this stage (kv_b_proj included) by disk name."""
-        return {
-            site.disk_name: site
-            for group in self.modules()
-            if isinstance(group, ProjectionGroup)
-            for site in group.sites
-        }
+        return {site.disk_name: site for group in self._groups() for site in group.sites}
+
+    def drop_fused(self) -> None:
+        """Free the adapters' copies in the compute dtype; the next pass makes them again."""
+        for group in self._groups():
+            group.drop_fused()
+
+    def _groups(self) -> Iterator[ProjectionGroup]:
+        return (module for module in self.modules() if isinstance(module, ProjectionGroup))
 
     def base_parameters(self) -> dict[str, Tensor]:
         """This rank's shard of every base parameter, by canonical key.

@@ -72,6 +72,7 @@ class DeviceMemory:
             copied += self._keep_base()
             self._host_state = {key: (t, to_host(t)) for key, t in self.state().items()}
             copied += sum(host.nbytes for _, host in self._host_state.values())
+            self._stage.drop_fused()
             for storage, _ in self._host_base:
                 freed += _emptied(storage)
             for tensor, _ in self._host_state.values():

@@ -71,6 +71,9 @@ class AdapterOptimizer:
         for group in self._adam.param_groups:
             group["lr"] = self.lr
         self._adam.step()
+        # Not every implementation in torch counts its writes (the fused one does not), and the
+        # products go by the count to tell whether their copies are old (model.linear).
+        torch.autograd.graph.increment_version(self.parameters.values())
         self.zero_grad()
         self.applied_steps += 1
 

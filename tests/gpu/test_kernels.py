@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from glm_lora.model.delta_rule import delta_rule, fused_delta_rule
 from glm_lora.model.experts import grouped_linear
 from glm_lora.model.fast import active_paths, plain_torch, takes
 from glm_lora.model.head import token_logprobs
-from glm_lora.model.linear import _LoraProduct
+from glm_lora.model.linear import _LoraProduct, fuse
 from glm_lora.model.mlp import clamped_swiglu
 from glm_lora.model.norm import gated_rms_norm
 from tests.model.kernel_checks import Bench, KernelChecks, dispatch, gated_norm_of
@@ -121,7 +123,11 @@ def test_adapted_projection(draw, both):
         return y + sum(parts)
 
     def fast(x, *factors):
-        return _LoraProduct.apply(x, weight, spans, [2.0, 2.0], *factors)
+        pairs = zip(spans, factors[0::2], factors[1::2], strict=True)
+        live = [
+            (SimpleNamespace(rows=r), SimpleNamespace(a=a, b=b, scaling=2.0)) for r, a, b in pairs
+        ]
+        return _LoraProduct.apply(x, weight, fuse(live, 96, x.dtype), *factors)
 
     both(fast, exact, [draw(301, 256), *factors], 2 * BF16)
 

@@ -9,14 +9,17 @@ import torch
 
 from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import FULL, TINY
+from glm_lora.config import OptimizerConfig
 from glm_lora.errors import CheckpointError, TargetError
 from glm_lora.lora.adapter import initial_a
 from glm_lora.lora.attach import attach_adapters
+from glm_lora.model import linear
 from glm_lora.model.batch import collate
 from glm_lora.model.parallel import ParallelContext
 from glm_lora.model.schedule import run_microbatches
 from glm_lora.model.stage import build_stage
 from glm_lora.targets.selection import make_selection
+from glm_lora.train.optimizer import AdapterOptimizer
 from tests.model.weights import (
     everything,
     load,
@@ -61,6 +64,87 @@ def test_switched_off_adapters_are_the_base_bit_for_bit(stage, batch):
     with adapters.enabled(False):
         assert torch.equal(hidden(stage, batch), want)
     assert torch.equal(hidden(stage, batch), trained)
+
+
+def emptied_and_refilled(adapters):
+    """As leaving the device and coming back does: other memory under the same tensor."""
+    for p in adapters.parameters().values():
+        values = p.detach().clone() + 0.01
+        storage = p.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(values.nbytes)
+        p.detach().copy_(values)
+
+
+def optimizer_step(adapters, **options):
+    for p in adapters.parameters().values():
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(adapters.parameters().values(), lr=0.01, **options).step()
+
+
+def other_memory(adapters):
+    for p in adapters.parameters().values():
+        p.data = p.data + 0.01
+
+
+def own_optimizer(adapters, fused=False):
+    for p in adapters.parameters().values():
+        p.grad = torch.ones_like(p)
+    optimizer = AdapterOptimizer(adapters.parameters(), OptimizerConfig(lr=0.01), 10)
+    if fused:
+        optimizer._adam = torch.optim.AdamW(adapters.parameters().values(), lr=0.01, fused=True)
+    optimizer.step(0.5)
+
+
+WRITES = {
+    "AdapterOptimizer": own_optimizer,
+    "AdamW, one by one": lambda adapters: optimizer_step(adapters, foreach=False),
+    "AdamW, together": lambda adapters: optimizer_step(adapters, foreach=True),
+    "AdapterOptimizer, fused": lambda adapters: own_optimizer(adapters, fused=True),
+    "load_full": lambda adapters: adapters.load_full(random_factors(adapters.selection, seed=9)),
+    "other memory": other_memory,
+    "emptied and refilled": emptied_and_refilled,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_no_way_of_writing_an_adapter_leaves_an_old_copy_in_use(stage, batch, write):
+    """Products read copies in the compute dtype: a stale one would train nothing, silently."""
+    adapters = attach_adapters(stage, everything(TINY), seed=0)
+    adapters.load_full(random_factors(adapters.selection))
+    before = hidden(stage, batch)
+    WRITES[write](adapters)
+    after = hidden(stage, batch)
+    assert not torch.equal(after, before)
+    stage.drop_fused()
+    assert torch.equal(after, hidden(stage, batch))
+
+
+def test_one_changed_factor_of_any_site_is_noticed(stage, batch):
+    adapters = attach_adapters(stage, everything(TINY), seed=0)
+    adapters.load_full(random_factors(adapters.selection))
+    latest = hidden(stage, batch)
+    for key, p in adapters.parameters().items():
+        with torch.no_grad():
+            p.view(-1)[0].add_(1.0)
+        now = hidden(stage, batch)
+        assert not torch.equal(now, latest), key
+        latest = now
+
+
+def test_copies_are_made_once_for_all_passes_of_a_step(stage, batch, monkeypatch):
+    made = []
+    real = linear.fuse
+    monkeypatch.setattr(linear, "fuse", lambda *args: made.append(1) or real(*args))
+    adapters = attach_adapters(stage, everything(TINY), seed=0)
+    for layer in stage.layers:
+        layer.recompute = "full"
+    run_microbatches(stage, [batch, batch], lambda i, lp, entropy: lp.sum())
+    groups = {site.group for site in stage.linear_sites().values() if site.adapter}
+    assert len(made) == len(groups)
+    with adapters.enabled(False):
+        hidden(stage, batch)
+    assert len(made) == len(groups)
 
 
 def test_adapters_equal_merged_weights(stage, batch):

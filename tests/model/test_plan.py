@@ -6,11 +6,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from glm_lora.arch.projections import all_params, trainable_sites
 from glm_lora.arch.spec import FULL, TINY
 from glm_lora.config import ParallelConfig
 from glm_lora.errors import ConfigError
+from glm_lora.lora.attach import attach_adapters
+from glm_lora.model.linear import ProjectionGroup, fuse
+from glm_lora.model.parallel import ParallelContext
 from glm_lora.model.plan import (
     check_topology,
     expert_parallel_sizes,
@@ -18,7 +22,9 @@ from glm_lora.model.plan import (
     plan_memory,
     tensor_parallel_sizes,
 )
+from glm_lora.model.stage import build_stage
 from glm_lora.targets.selection import make_selection
+from tests.model.weights import everything
 
 SLICE = FULL.first_layers(4)
 
@@ -88,8 +94,27 @@ def test_one_rank_holds_the_whole_base():
     selection = make_selection("m", FULL, trainable_sites(FULL), rank=16, alpha=32)
     plan = plan_memory(FULL, selection, parallel(), 1)
     assert plan.base == sum(p.numel * (4 if p.fp32 else 2) for p in all_params(FULL).values())
-    assert plan.adapters == plan.optimizer == 8 * 65_955_840
+    assert plan.optimizer == 8 * 65_955_840
+    assert plan.adapters > 10 * 65_955_840, "masters, gradients and copies"
     assert plan.total > plan.base
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_adapters_take_what_the_plan_says(tp):
+    """Masters, as many gradients, and the copies that a pass has made."""
+    selection = everything(TINY)
+    ctx = ParallelContext(tp_size=tp, sequence_parallel=tp > 1)
+    stage = build_stage(TINY, ctx, dtype=torch.float32)
+    adapters = attach_adapters(stage, selection, seed=0)
+    masters = sum(p.nbytes for p in adapters.parameters().values())
+    copies = 0
+    for group in (m for m in stage.modules() if isinstance(m, ProjectionGroup)):
+        live = [(s, s.adapter) for s in group.sites if s.adapter]
+        if live:
+            fused = fuse(live, group.weight.shape[0], torch.float32)
+            copies += fused.a.nbytes + fused.b.nbytes
+    plan = plan_memory(TINY, selection, parallel(tp), tp, bytes_per_value=4)
+    assert plan.adapters == 2 * masters + copies
 
 
 def test_more_ranks_need_less_memory_each_and_recomputation_less_activation():

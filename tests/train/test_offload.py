@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
+from glm_lora.model.linear import ProjectionGroup
 from glm_lora.settings import resolve_train, spec_of
 from glm_lora.targets.resolve import resolve
 from glm_lora.train.worker import build_worker, init_process_group
@@ -52,6 +55,16 @@ def test_everything_comes_back_bit_equal(worker_of, target):
     assert storage_bytes(worker) == held
     assert (worker.logprobs(prompt)[0] == before).all()
     assert worker.verify_base() == digest
+
+
+def test_the_copies_of_the_adapters_leave_too(worker_of):
+    worker = worker_of()
+    groups = [m for m in worker.stage.modules() if isinstance(m, ProjectionGroup)]
+    worker.logprobs([[2, 15, 17, 5, 3]])
+    made = [weakref.ref(g._latest.b) for g in groups if g._latest is not None]
+    assert len(made) > 20
+    worker.offload()
+    assert [copy() for copy in made if copy() is not None] == []
 
 
 def test_taking_the_memory_when_it_is_held_does_nothing(worker_of):
