@@ -1,6 +1,10 @@
 """The chunk hook: same numbers, fewer rows, one instance only, idempotent."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +12,8 @@ from transformers.models.glm5_next import modeling_glm5_next as hf
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 
 from glm_lora.model.hf_hooks import fit_kda_chunks, fitted_chunk
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +110,47 @@ def test_idempotent_and_local(model: torch.nn.Module, monkeypatch: pytest.Monkey
 )
 def test_fitted_chunk(length: int, chunk: int) -> None:
     assert fitted_chunk(length) == chunk
+
+
+KERNELS_FOR_A_GPU_ONLY = """
+def _refuse(*args, chunk_size=None, **kwargs):
+    raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+chunk_kda = fused_recurrent_kda = _refuse
+"""
+
+
+def test_a_machine_with_gpu_kernels_computes_on_the_cpu_too(tmp_path: Path) -> None:
+    """Seen on an H200 with flash-linear-attention: `prepare --model-name tiny` ended in Triton."""
+    package = tmp_path / "fla" / "ops" / "kda"
+    package.mkdir(parents=True)
+    (tmp_path / "fla" / "__init__.py").write_text("from . import ops")
+    (tmp_path / "fla" / "ops" / "__init__.py").write_text("from . import kda")
+    (package / "__init__.py").write_text(KERNELS_FOR_A_GPU_ONLY)
+    code = """
+import sys, torch
+from transformers.models.glm5_next import modeling_glm5_next as hf
+from glm_lora.checkpoint.tiny import build_model
+ids = torch.tensor([[2, 15, 17]])
+if "mended" not in sys.argv:
+    try:
+        hf.chunk_kimi_delta_attention(torch.ones(1))
+    except ValueError:
+        print("taken")
+model = build_model()
+out = model(input_ids=ids, use_cache=True)  # the chunked rule, then the recurrent one
+more = model(input_ids=ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+print(float(out.logits.double().sum() + more.logits.double().sum()))
+"""
+    lines = []
+    for path in (f"{tmp_path}:{ROOT}", str(ROOT)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *(["mended"] if lines else [])],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        lines.append(done.stdout.split())
+    assert lines[0] == ["taken", *lines[1]], "the kernels were found, and the numbers are the same"
