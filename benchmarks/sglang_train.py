@@ -68,7 +68,8 @@ def prepare(work: Path, hidden: int, learning_rate: float) -> dict[str, float]:
 
 def train(work: Path, run: str, options: list[str]) -> list[dict[str, Any]]:
     """One run of the command line under torchrun; its metric records."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", LAUNCHER]
+    # Standalone: a port of its own, so that two of them can run on one machine.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", LAUNCHER]
     command += ["train", "--model-name", NAME, "--run-dir", str(work / run)]
     for name, folder in (("model", "models"), ("ckpt", "ckpt"), ("data", "data")):
         command += [f"--{name}-dir", str(work / folder)]

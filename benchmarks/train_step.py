@@ -140,15 +140,14 @@ class Ours:
         """Sequences packed into one row, on the device."""
         return pack(tokens_B_L.tolist(), device=self.device)
 
-    def backward(self, batch: ModelBatch) -> float:
-        """Forward and backward of the mean loss."""
-        count = sum(n - 1 for n in batch.packing.lengths)  # pyright: ignore
-        (out,) = run_microbatches(self.stage, [batch], lambda i, lp, e: -lp.sum() / count)
-        return out.loss  # pyright: ignore
+    def backward(self, *batches: ModelBatch) -> None:
+        """Forward and backward of the mean loss, a micro-batch at a time."""
+        count = sum(n - 1 for b in batches for n in b.packing.lengths)  # pyright: ignore
+        run_microbatches(self.stage, batches, lambda i, lp, e: -lp.sum() / count)
 
-    def step(self, batch: ModelBatch) -> None:
+    def step(self, *batches: ModelBatch) -> None:
         """The whole optimizer step."""
-        self.backward(batch)
+        self.backward(*batches)
         norm = self.adapters.grad_norm(self.context)
         self.optimizer.step(1.0 / norm if norm > 1.0 else 1.0)
 
@@ -254,6 +253,18 @@ def ragged(ours: Ours, spec: ModelSpec, tokens: int, steps: int, timer: Timer) -
         batches.append(pack(texts, device=ours.device))
     seconds, times = timer.median(lambda i: ours.step(batches[i]), steps)
     return {"tokens": tokens, "tokens_per_s": tokens / seconds, "times": times}
+
+
+def accumulated(
+    ours: Ours, spec: ModelSpec, shape: tuple[int, int], count: int, timer: Timer
+) -> dict[str, Any]:
+    """Steps of several micro-batches: their host work may overlap, that of a single one cannot."""
+    ours.set_recompute("full")
+    batches = [ours.batch(random_tokens(spec, shape, seed)) for seed in range(count)]
+    seconds, times = timer.median(lambda i: ours.step(*batches), 5)
+    tokens = count * shape[0] * shape[1]
+    size = "{}x{}".format(*shape)
+    return {"size": size, "micro_batches": count, "tokens_per_s": tokens / seconds, "times": times}
 
 
 def compare(ours: Ours, peer: Peer | None, spec: ModelSpec, lengths: Sequence[int]) -> list[dict]:
@@ -404,6 +415,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--profile", default="", help="write kernel times of one step to this file")
     parser.add_argument("--profile-size", default="1x8192")
     parser.add_argument("--ragged", type=int, default=0, help="tokens of packed random lengths")
+    parser.add_argument(
+        "--micro-batches", type=int, default=0, help="also a step of so many of the first size"
+    )
     add_json(parser)
     return parser.parse_args()
 
@@ -463,6 +477,10 @@ def main() -> None:
     if args.ragged:
         result["ragged"] = ragged(ours, spec, args.ragged, 6, timer)
         print(json.dumps(result["ragged"]), flush=True)
+    if args.micro_batches:
+        shape = sizes(args.sizes)[0]
+        result["accumulated"] = accumulated(ours, spec, shape, args.micro_batches, timer)
+        print(json.dumps(result["accumulated"]), flush=True)
     if args.profile:
         profile(ours, spec, sizes(args.profile_size)[0], Path(args.profile))
     for shape in sizes(args.growth):

@@ -184,10 +184,16 @@ def fuse(
         parts.append((site.rows, slice(start, stop), adapter.scaling))
         start = stop
     with torch.no_grad():
-        a = torch.cat([adapter.a * adapter.scaling for _, adapter in live]).to(dtype)
+        a = torch.cat([adapter.a for _, adapter in live])
+        if len({scaling for *_, scaling in parts}) == 1:
+            a.mul_(parts[0][2])
+        else:
+            for _, ranks, scaling in parts:
+                a[ranks].mul_(scaling)
+        a = a.to(dtype)
         b = a.new_zeros(outputs, start)
         for (rows, ranks, _), (_, adapter) in zip(parts, live, strict=True):
-            b[rows, ranks] = adapter.b.to(dtype)
+            b[rows, ranks].copy_(adapter.b)
     return Fused(stamp, a, b, tuple(parts))
 
 

@@ -88,8 +88,7 @@ class BatchLoss:
     ) -> None:
         self._config, self._samples, self._groups = config, samples, groups
         self._denominator, self._old, self._reference = denominator, old, reference
-        self.found: dict[int, np.ndarray] = {}
-        """Response log-probabilities by sample, on the ranks that computed them."""
+        self._computed: list[tuple[list[int], Tensor]] = []
         self.totals: dict[str, Tensor] = {}
 
     def __call__(self, number: int, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
@@ -104,9 +103,8 @@ class BatchLoss:
             logprobs = logprobs[row_of]
             entropy = None if entropy is None else entropy[row_of]
         tensors = ResponseTensors(samples, (logprobs.shape[0], logprobs.shape[1]))
-        values = logprobs.detach().float().cpu().numpy()
-        for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
-            self.found[index] = values[row, response_span(sample)]
+        # Reading them here would wait for the device in the middle of the step.
+        self._computed.append((indices, logprobs.detach()))
 
         def rows(source: list[np.ndarray] | None) -> Tensor | None:
             if source is None:
@@ -126,6 +124,14 @@ class BatchLoss:
         )
         _add_sums(self.totals, sums)
         return sums.loss / self._denominator
+
+    def found(self) -> dict[int, np.ndarray]:
+        """Response log-probabilities by sample, on the ranks that computed them."""
+        return {
+            index: values[response_span(self._samples[index])]
+            for indices, logprobs in self._computed
+            for index, values in zip(indices, logprobs.float().cpu().numpy(), strict=True)
+        }
 
 
 class Updater:
@@ -229,7 +235,7 @@ class Updater:
         reduced = self._reduce(loss.totals)
         metrics = self._metrics(reduced, denominator)
         metrics["train/grad_norm"] = self._apply(metrics)
-        return gather_by_index(loss.found, len(batch.samples), self.context), metrics
+        return gather_by_index(loss.found(), len(batch.samples), self.context), metrics
 
     def _equal_samples(self, samples: Sequence[TrainSample]) -> list[list[int]]:
         """Indices of samples by equal tokens: short answers repeat, and each is run once.
