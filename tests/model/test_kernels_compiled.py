@@ -148,7 +148,7 @@ def test_sparse_attention(compiled, heads):
 def test_what_does_not_fit_is_noticed(compiled, monkeypatch):
     from glm_lora.model.kernels import sparse
 
-    monkeypatch.setitem(sparse._FORWARD, 64, (256, 8, 2))
+    monkeypatch.setitem(sparse.FORWARD_TILES, 64, (256, 8, 2))
     query, chosen = empty(64, 4, 512), torch.zeros(4, 512, dtype=torch.int32)
     with pytest.raises(AssertionError, match="_forward needs 590848 bytes of shared memory"):
         sparse.attend(query, empty(2052, 512), chosen, 2048, 4, 1.0)

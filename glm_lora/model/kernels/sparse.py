@@ -25,8 +25,8 @@ from glm_lora.model.kept import kept
 QUERIES_PER_BLOCK = 1024
 """Queries whose latent-space tensors, ``[h, queries, D]`` each, are in memory at a time."""
 
-_FORWARD = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)}
-_BACKWARD = {16: (32, 4, 2), 32: (64, 8, 2), 64: (64, 8, 1)}
+FORWARD_TILES = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)}
+BACKWARD_TILES = {16: (32, 4, 2), 32: (64, 8, 2), 64: (64, 8, 1)}
 """Tokens of a tile, warps and stages, by the heads of a program. The most heads, because a program
 of the backward pass adds to each of its tokens once. For 512 latents on Hopper: 197 KB of shared
 memory at most, 255 registers."""
@@ -133,10 +133,15 @@ def _backward(
     tl.store(d_query + at + d[None, :], dq.to(d_query.dtype.element_ty), mask=inside[:, None])
 
 
+def heads_of_a_program(heads: int) -> int:
+    """How many heads one program computes together; a matrix unit takes 16 or more."""
+    return min(64, max(16, triton.next_power_of_2(heads)))
+
+
 def _grid(tensor: Tensor, halves: int) -> tuple[int, tuple[int, int, int]]:
     """Heads of a program and the grid for ``[h, R, ...]``."""
     heads, rows = tensor.shape[:2]
-    block = min(64, max(16, triton.next_power_of_2(heads)))
+    block = heads_of_a_program(heads)
     return block, (rows, triton.cdiv(heads, block), halves)
 
 
@@ -162,7 +167,7 @@ def attend(
     out = torch.empty_like(query)
     log_sum = query.new_empty(heads, rows, dtype=torch.float32)
     block, grid = _grid(query, 1)
-    tokens, warps, stages = _FORWARD[block]
+    tokens, warps, stages = FORWARD_TILES[block]
     _forward[grid](
         query, latents, chosen, out, log_sum, rows, heads, first, scale * _LOG2_E,
         chosen.shape[1], pool, size, block, tokens, num_warps=warps, num_stages=stages,
@@ -201,7 +206,7 @@ def gradients(
     heads, rows, size = query.shape
     out = torch.empty_like(query)
     block, grid = _grid(query, 2)
-    tokens, warps, stages = _BACKWARD[block]
+    tokens, warps, stages = BACKWARD_TILES[block]
     _backward[grid](
         query, latents, chosen, up, log_sum, delta, out, total, rows, heads, first,
         scale * _LOG2_E, scale, chosen.shape[1], pool, size, block, tokens,
