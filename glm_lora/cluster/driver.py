@@ -209,11 +209,20 @@ def _fitting_placement(
     """Who sits where on a cluster that is joined now; None where Ray is not up yet.
 
     Raises:
-        ConfigError: The cluster, or this machine, cannot hold the shape.
+        ConfigError: The cluster, or this machine, cannot hold the shape, or Ray is not installed.
     """
     if config.launcher != "ray":
         return None
-    from glm_lora.cluster.ray_parts import check_local, ray_runtime
+    try:
+        from glm_lora.cluster.ray_parts import check_local, ray_runtime
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise ConfigError(
+            f"--launcher ray needs Ray, which cannot be imported: {error}",
+            "Ray, or another launcher",
+            "pip install 'ray[default]'; or --launcher inline for one process, or torchrun",
+        ) from error
 
     if config.ray_address:
         return stack.enter_context(ray_runtime(config, check))

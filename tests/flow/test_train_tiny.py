@@ -153,12 +153,34 @@ def metric_lines(run: Path) -> int:
 def test_torchrun_without_ray(tiny_root, tmp_path):
     """The name of the test is meant: importing it fails, as where it is not installed."""
     train(tiny_root, tmp_path / "inline", "--num-rollout", "2")
-    absent = tmp_path / "absent"
-    absent.mkdir()
-    (absent / "ray.py").write_text("raise ModuleNotFoundError('No module named ray')")
-    hidden = {"PYTHONPATH": str(absent)}
+    hidden = without_ray(tmp_path / "absent")
     torchrun(tiny_root, tmp_path / "torchrun", 1, "--num-rollout", "2", environment=hidden)
     assert adapter(tmp_path / "inline") == adapter(tmp_path / "torchrun")
+
+
+def test_the_default_launcher_without_ray_says_what_to_do(tiny_root, tmp_path):
+    command = [sys.executable, LAUNCHER, "train", "--model-name", "tiny"]
+    done = subprocess.run(
+        [*command, *folders(tiny_root), "--run-dir", str(tmp_path / "run"), "--num-rollout", "1"],
+        env={**os.environ, **without_ray(tmp_path / "absent")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    said = words(done.stderr)
+    assert "--launcher ray needs Ray, which cannot be imported: No module named 'ray'" in said
+    assert "--launcher inline for one process" in said and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def without_ray(folder: Path) -> dict[str, str]:
+    """Variables of a process that finds no Ray."""
+    folder.mkdir()
+    (folder / "ray.py").write_text(
+        """raise ModuleNotFoundError("No module named 'ray'", name="ray")"""
+    )
+    return {"PYTHONPATH": str(folder)}
 
 
 def torchrun(
