@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -17,10 +17,12 @@ from glm_lora.model.fast import DsaBackend
 from glm_lora.model.hyper import HyperConnection
 from glm_lora.model.kda import LinearAttention
 from glm_lora.model.kept import first_pass_and_repeat
+from glm_lora.model.linear import ProjectionGroup
 from glm_lora.model.mlp import GatedMLP
 from glm_lora.model.moe import MoE
 from glm_lora.model.norm import RMSNorm
 from glm_lora.model.parallel import ParallelContext
+from glm_lora.model.rerun import Part, run_again
 
 Recompute = Literal["full", "mlp", "attention", "none"]
 
@@ -31,6 +33,7 @@ class Half(nn.Module):
     def __init__(self, hyper: HyperConnection, norm: RMSNorm, block: nn.Module) -> None:
         super().__init__()
         self.hyper, self.norm, self.block = hyper, norm, block
+        self.groups = tuple(m for m in block.modules() if isinstance(m, ProjectionGroup))
 
     def forward(self, streams: Tensor, batch: ModelBatch) -> Tensor:
         """Read, run the block, write back."""
@@ -91,10 +94,11 @@ class DecoderLayer(nn.Module):
         """
         recompute = "none" if backward_next or not torch.is_grad_enabled() else self.recompute
         if recompute == "full":
-            return self._again(self._both, streams, batch)
+            groups = (*self.attention.groups, *self.mlp.groups)
+            return self._again(self._both, streams, batch, groups)
         for name, half in (("attention", self.attention), ("mlp", self.mlp)):
             if recompute == name:
-                streams = self._again(half, streams, batch)
+                streams = self._again(half, streams, batch, half.groups)
             else:
                 streams = half(streams, batch)
         return streams
@@ -102,10 +106,14 @@ class DecoderLayer(nn.Module):
     def _both(self, streams: Tensor, batch: ModelBatch) -> Tensor:
         return self.mlp(self.attention(streams, batch), batch)
 
-    @staticmethod
-    def _again(function: object, streams: Tensor, batch: ModelBatch) -> Tensor:
+    def _again(
+        self, part: Part, streams: Tensor, batch: ModelBatch, groups: Sequence[ProjectionGroup]
+    ) -> Tensor:
+        if part is self.mlp or isinstance(self.attention.block, LinearAttention):
+            return run_again(part, streams, batch, groups)
+        # Softmax attention keeps its result, and only with a graph does torch make all of it.
         out = checkpoint(  # pyright: ignore
-            function, streams, batch, use_reentrant=False, context_fn=first_pass_and_repeat
+            part, streams, batch, use_reentrant=False, context_fn=first_pass_and_repeat
         )
         assert isinstance(out, Tensor)
         return out
