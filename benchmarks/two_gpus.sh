@@ -7,8 +7,11 @@
 #   serve     SGLang on both GPUs, alone: sglang_h200.sh --tp 2
 #   pair      GPU 0: sglang_train.py, the whole job; GPU 1: train_step.py beside transformers + PEFT
 #   parallel  tests/gpu/multi_gpu.py on both: the bf16 oracle, the adapter's gather, KDA's kernel
-#   sparse    train_step.py at 8k and 32k tokens: --dsa-backend triton on GPU 0, sdpa on GPU 1
+#   sparse    the sparse attention: its kernels beside masks on GPU 0, its tests on GPU 1
 #   kernels   the tests marked gpu, on one
+#
+# flash-linear-attention tunes its kernels on first use: 200 s for whole sequences, 180 s more for
+# packed ones (4x2048), and as long again for the peer. Caches last as long as the machine.
 #
 # The machine's python3 brings torch, transformers, peft and pytest. BUNDLE (default .sglang) holds
 # SGLang as *.tar.xz trees and wheels, WHEELS (default .whl) holds megatron-core, fla-core,
@@ -70,8 +73,8 @@ pair() {
     python3 benchmarks/sglang_train.py --work "$place/train" --site "$site" --mem-fraction 0.8 \
     --engines sglang,embedded --lr 4e-4 --json "$results/sglang_train.json" &
   CUDA_VISIBLE_DEVICES=1 logged train_step \
-    python3 benchmarks/train_step.py --sizes "${SIZES:-1x8192,4x2048}" --recompute full \
-    --peer hf-peft --repeats "${REPEATS:-7}" --json "$results/train_step.json" &
+    python3 benchmarks/train_step.py --sizes "${SIZES:-1x2048,1x8192}" --recompute full \
+    --micro-batches 4 --peer hf-peft --repeats "${REPEATS:-7}" --json "$results/train_step.json" &
   wait
 }
 
@@ -82,12 +85,9 @@ parallel() {
 }
 
 sparse() {
-  local gpu=0 backend
-  for backend in triton sdpa; do
-    CUDA_VISIBLE_DEVICES=$gpu logged "dsa_$backend" python3 benchmarks/train_step.py --recompute full \
-      --sizes 1x8192,1x32768 --dsa-backend $backend --repeats 3 --json "$results/dsa_$backend.json" &
-    gpu=1
-  done
+  CUDA_VISIBLE_DEVICES=0 logged sparse_kernel \
+    python3 benchmarks/sparse_kernel.py --json "$results/sparse_h200.json" &
+  CUDA_VISIBLE_DEVICES=1 logged sparse_tests python3 -m pytest -q -m gpu tests/gpu/test_sparse.py &
   wait
 }
 

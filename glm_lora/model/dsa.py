@@ -113,7 +113,7 @@ class SparseAttention(nn.Module):
         q_low, kv_low = enter_tp(low, self.ctx, batch.num_tokens).split(self.latents, dim=-1)
         q = self.q_b(q_low).unflatten(-1, (self.heads, self.qk_dim))
         index: tuple[Tensor, ...] = ()
-        if any(length > self.limit for _, _, length in batch.runs):
+        if self.keeps_result(batch):
             index = self.indexer.project(x, q_low, batch)
         steady = len(batch.runs) == 1
         if index and self.sparse_from is not None and not is_plain():
@@ -123,6 +123,10 @@ class SparseAttention(nn.Module):
             attend = functools.partial(self._attend, steady=steady)
             o = by_sequence(batch, attend, q, self._keys_and_values(kv_low), *index)
         return leave_tp(self.out(o.flatten(1)), self.ctx)
+
+    def keeps_result(self, batch: ModelBatch) -> bool:
+        """Whether a sequence is long enough for the indexer: recomputation spares what follows."""
+        return any(length > self.limit for _, _, length in batch.runs)
 
     def _keys_and_values(self, latents: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., h, qk_dim + v_dim]``."""

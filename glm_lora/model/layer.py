@@ -109,9 +109,11 @@ class DecoderLayer(nn.Module):
     def _again(
         self, part: Part, streams: Tensor, batch: ModelBatch, groups: Sequence[ProjectionGroup]
     ) -> Tensor:
-        if part is self.mlp or isinstance(self.attention.block, LinearAttention):
+        attention = self.attention.block
+        keeps = isinstance(attention, SparseAttention) and attention.keeps_result(batch)
+        if part is self.mlp or not keeps:
             return run_again(part, streams, batch, groups)
-        # Softmax attention keeps its result, and only with a graph does torch make all of it.
+        # Only with a graph does torch make all of an attention's result.
         out = checkpoint(  # pyright: ignore
             part, streams, batch, use_reentrant=False, context_fn=first_pass_and_repeat
         )
