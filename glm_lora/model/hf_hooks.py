@@ -2,7 +2,8 @@
 
 Where flash-linear-attention is installed, transformers hands KDA to it on every device, and its
 kernels end with an error on the CPU: on a GPU machine no model could be computed on the CPU. The
-functions of its module are therefore replaced by ones that look where their input is.
+functions of its module are therefore replaced by ones that look where their input is, and how
+wide.
 
 Without flash-linear-attention, transformers computes KDA in chunks of 64 tokens and pads shorter
 sequences up to 64, so the 63 sequential rows of a chunk are the whole cost at short lengths. The
@@ -37,7 +38,7 @@ def fit_kda_chunks(model: nn.Module) -> int:
     Each linear-attention module of ``model`` (wrapped by PEFT or not) gets a forward pre-hook that
     passes ``chunk_size`` along; transformers hands extra keyword arguments on to its chunked KDA
     function. A second call does nothing. Where flash-linear-attention is installed its kernel takes
-    what is on a GPU, and from now on in this process only that.
+    what is on a GPU in 16 bits, and from now on in this process only that.
 
     Args:
         model: Any module that contains ``Glm5NextTextLinearAttention`` modules.
@@ -70,15 +71,20 @@ _DISPATCHED = (
 _DISPATCHERS: set[Callable[..., Any]] = set()
 
 
+def _for_kernels(x: Tensor) -> bool:
+    """Triton multiplies fp32 as TF32, three digits: too few where two computations are compared."""
+    return x.is_cuda and x.element_size() < 4
+
+
 def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` for CUDA tensors, the definition that it wraps for others."""
+    """``function`` for 16-bit CUDA tensors, the definition that it wraps for others."""
     definition = inspect.unwrap(function)
 
     @functools.wraps(function)
     def choose(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Only the kernels keep packed sequences apart; transformers refuses them where it has none.
         packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
-        return (function if x.is_cuda or packed else definition)(x, *args, **kwargs)
+        return (function if _for_kernels(x) or packed else definition)(x, *args, **kwargs)
 
     _DISPATCHERS.add(choose)
     return choose
@@ -98,6 +104,6 @@ def _pass_chunk_size(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     hidden_BSH = args[0] if args else kwargs["hidden_states"]
-    if hidden_BSH.is_cuda and _has_fused_kernel():
+    if _for_kernels(hidden_BSH) and _has_fused_kernel():
         return args, kwargs
     return args, {**kwargs, "chunk_size": fitted_chunk(hidden_BSH.shape[1])}
