@@ -25,7 +25,7 @@ def cpu_seconds_per_step(hf_checkpoint: Path, steps: int = 12, skip: int = 3) ->
     from glm_lora.arch.spec import builtin
     from glm_lora.config import RECIPE_EXCLUDES, SelectionConfig
     from glm_lora.export.peft import target_pattern
-    from glm_lora.model.hf_hooks import fit_kda_chunks
+    from glm_lora.model.hf_hooks import mend_kda
     from glm_lora.targets.resolve import resolve
 
     torch.set_num_threads(1)
@@ -36,7 +36,7 @@ def cpu_seconds_per_step(hf_checkpoint: Path, steps: int = 12, skip: int = 3) ->
     ).selection
     model = Glm5NextForConditionalGeneration.from_pretrained(hf_checkpoint)
     model.config.get_text_config().router_aux_loss_coef = 0.0
-    fit_kda_chunks(model)
+    mend_kda(model)
     tokenizer = AutoTokenizer.from_pretrained(hf_checkpoint)
     rows = [{"prompt": f"{d}?>", "label": str(d)} for d in range(10)] * 40
 

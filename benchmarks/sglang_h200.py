@@ -28,7 +28,7 @@ from glm_lora.arch.projections import trainable_sites
 from glm_lora.arch.spec import ModelSpec
 from glm_lora.errors import RunError, SyncError
 from glm_lora.fingerprint import fingerprint_tensors
-from glm_lora.model.hf_hooks import fit_kda_chunks
+from glm_lora.model.hf_hooks import mend_kda
 from glm_lora.protocols import BASE, AdapterState, Request, SamplingParams
 from glm_lora.rollout.sglang import SglangEngine
 from glm_lora.rollout.sglang_adapters import Transport
@@ -134,7 +134,7 @@ class Reference:
 
         model = Glm5NextForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
         self.model = model.to(DEVICE).eval()
-        fit_kda_chunks(self.model)
+        mend_kda(self.model)
         self.weights = dict(self.model.named_parameters())
 
     def logprobs(self, sequences, state: AdapterState | None) -> list[np.ndarray]:

@@ -47,7 +47,6 @@ class Block:
         def noise(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
 
-        self.heads = heads
         self.query, self.up = noise(heads, QUERIES, LATENT), noise(heads, QUERIES, LATENT)
         self.latents = noise(LENGTH, LATENT) * 0.1
         self.first = LENGTH - QUERIES

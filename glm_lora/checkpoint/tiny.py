@@ -18,7 +18,7 @@ from glm_lora.arch.spec import TINY, ModelSpec
 from glm_lora.checkpoint.files import write_atomic
 from glm_lora.checkpoint.hf_config import text_config, vision_config
 from glm_lora.checkpoint.progress import Progress, Report, silent
-from glm_lora.model.hf_hooks import fit_kda_chunks
+from glm_lora.model.hf_hooks import mend_kda
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def build_model(spec: ModelSpec = TINY, seed: int = 0) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Glm5NextForConditionalGeneration(config)
-    fit_kda_chunks(model)
+    mend_kda(model)
     return model
 
 

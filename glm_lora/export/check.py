@@ -13,7 +13,7 @@ from glm_lora.arch.spec import ModelSpec
 from glm_lora.errors import ExportError, SyncError
 from glm_lora.export.load import load_adapter
 from glm_lora.export.peft import peft_tensors
-from glm_lora.model.hf_hooks import fit_kda_chunks
+from glm_lora.model.hf_hooks import mend_kda
 from glm_lora.protocols import AdapterState, RolloutEngine
 from glm_lora.sync.push import SyncReport, push_and_verify, record_probe
 from glm_lora.sync.verify import some
@@ -73,7 +73,7 @@ def check_peft(
 
     base = Glm5NextForConditionalGeneration.from_pretrained(hf_checkpoint, dtype=torch.float32)
     model: Any = PeftModel.from_pretrained(base, str(folder)).eval()
-    fit_kda_chunks(model)
+    mend_kda(model)
     count = check_loaded(model, state)
     gaps, effects = [0.0], [0.0]
     for reference in references:

@@ -32,8 +32,8 @@ def fitted_chunk(length: int) -> int:
     return max(1, -(-length // chunks))
 
 
-def fit_kda_chunks(model: nn.Module) -> int:
-    """Make the KDA layers of one transformers glm5_next model use chunks that fit the sequence.
+def mend_kda(model: nn.Module) -> int:
+    """Have a transformers glm5_next compute KDA where its tensors are, in chunks that fit.
 
     Each linear-attention module of ``model`` (wrapped by PEFT or not) gets a forward pre-hook that
     passes ``chunk_size`` along; transformers hands extra keyword arguments on to its chunked KDA

@@ -96,15 +96,18 @@ class ProjectionGroup(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Base outputs plus the deltas of the active adapters."""
-        live = [(s, s.adapter) for s in self.sites if s.adapter is not None and s.adapter.active]
+        live = self.live()
         if not live:
             return F.linear(x, self.weight)
         if any(adapter.dropout for _, adapter in live):
             return self._with_dropout(x, live)
-        factors = [f for _, adapter in live for f in (adapter.a, adapter.b)]
         return _LoraProduct.apply(  # pyright: ignore[reportReturnType]
-            x, self.weight, self._fused(live, x.dtype), *factors
+            x, self.weight, self._fused(live, x.dtype), *factors_of(live)
         )
+
+    def live(self) -> list[tuple[LinearSite, SiteAdapter]]:
+        """The sites whose adapters act now."""
+        return [(s, s.adapter) for s in self.sites if s.adapter is not None and s.adapter.active]
 
     def _fused(self, live: Sequence[tuple[LinearSite, SiteAdapter]], dtype: torch.dtype) -> Fused:
         """The adapters as two matrices; the same ones until a factor has changed."""
@@ -158,6 +161,11 @@ class Fused:
     """``[O, R]``: each site's B at its rows and ranks, zero elsewhere."""
     parts: tuple[tuple[slice, slice, float], ...]
     """Rows, ranks and scaling of each site."""
+
+
+def factors_of(live: Sequence[tuple[LinearSite, SiteAdapter]]) -> list[nn.Parameter]:
+    """A and B of each, in order."""
+    return [factor for _, adapter in live for factor in (adapter.a, adapter.b)]
 
 
 def fuse(

@@ -9,14 +9,14 @@ gradient is an input here, the adapters' factors too, so that ``torch.autograd.g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from glm_lora.model.batch import ModelBatch
-from glm_lora.model.linear import ProjectionGroup, SiteAdapter
+from glm_lora.model.linear import ProjectionGroup, factors_of
 
 Part = Callable[[Tensor, ModelBatch], Tensor]
 
@@ -33,22 +33,12 @@ def run_again(
         batch: Passed on.
         groups: Projections of ``part``.
     """
-    adapters = [
-        site.adapter
-        for group in groups
-        for site in group.sites
-        if site.adapter is not None and site.adapter.active
-    ]
-    factors = [factor for adapter in adapters for factor in (adapter.a, adapter.b)]
+    live = [pair for group in groups for pair in group.live()]
     # A dropout's seed is drawn from the generator.
-    random = torch.get_rng_state() if _draws(adapters) else None
-    out = _Rerun.apply(part, batch, random, streams, *factors)
+    random = torch.get_rng_state() if any(adapter.dropout for _, adapter in live) else None
+    out = _Rerun.apply(part, batch, random, streams, *factors_of(live))
     assert isinstance(out, Tensor)
     return out
-
-
-def _draws(adapters: Sequence[SiteAdapter]) -> bool:
-    return any(adapter.dropout for adapter in adapters)
 
 
 class _Rerun(torch.autograd.Function):

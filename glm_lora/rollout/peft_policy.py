@@ -25,7 +25,7 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextTopkRou
 
 from glm_lora.arch.spec import spec_from_dir
 from glm_lora.errors import MAKE_AGAIN, CheckpointError, RolloutError, SyncError
-from glm_lora.model.hf_hooks import fit_kda_chunks
+from glm_lora.model.hf_hooks import mend_kda
 from glm_lora.targets.selection import Selection
 
 _SLOT = "default"
@@ -65,7 +65,7 @@ class PeftPolicy:
         with torch.random.fork_rng(devices=[]):  # PEFT draws initial values that are never used
             self._peft: PeftModel = get_peft_model(base, _lora_config(selection))
         self._peft.requires_grad_(False).eval()
-        fit_kda_chunks(self._peft)
+        mend_kda(self._peft)
         self._text = base.model.language_model
         self._cache_argument = cache_argument(self._text)
         self._head = base.lm_head

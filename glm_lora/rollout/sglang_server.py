@@ -348,5 +348,8 @@ def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     ``TORCHELASTIC_USE_AGENT_STORE`` makes the server's own first rank wait for a store that nobody
     serves, without a word and for ever.
     """
-    kept = {k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC_")}
-    return {k: v for k, v in kept.items() if k not in _OF_A_RANK}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _OF_A_RANK and not name.startswith("TORCHELASTIC_")
+    }

@@ -180,7 +180,7 @@ def check_probe(
     engine: np.ndarray,
     engine_base: np.ndarray,
     limit: float,
-    rounding: float = 0.0,
+    rounding: float,
 ) -> tuple[float, float]:
     """Compare one prompt's log-probabilities under the adapter: trainer, engine, engine's base.
 

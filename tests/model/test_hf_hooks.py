@@ -11,7 +11,7 @@ import torch
 from transformers.models.glm5_next import modeling_glm5_next as hf
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 
-from glm_lora.model.hf_hooks import fit_kda_chunks, fitted_chunk
+from glm_lora.model.hf_hooks import fitted_chunk, mend_kda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +52,7 @@ def run(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def test_same_outputs_and_gradients(model: torch.nn.Module, length: int) -> None:
     ids = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(length))
     fitted = copy.deepcopy(model)
-    assert fit_kda_chunks(fitted) == 2
+    assert mend_kda(fitted) == 2
     plain, quick = run(model, ids), run(fitted, ids)
     # fp32 sums in another order over two layers; values are of order 1 after the final norm.
     torch.testing.assert_close(quick, plain, atol=3e-6, rtol=0)
@@ -67,7 +67,7 @@ def test_same_outputs_and_gradients(model: torch.nn.Module, length: int) -> None
 
 def test_with_a_cache(model: torch.nn.Module) -> None:
     fitted = copy.deepcopy(model)
-    fit_kda_chunks(fitted)
+    mend_kda(fitted)
     ids = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         full = run(model, ids)
@@ -93,7 +93,7 @@ def test_idempotent_and_local(model: torch.nn.Module, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(hf, "chunk_kimi_delta_attention", spy)
     fitted = copy.deepcopy(model)
-    assert fit_kda_chunks(fitted) == fit_kda_chunks(fitted) == 2
+    assert mend_kda(fitted) == mend_kda(fitted) == 2
     assert all(
         len(m._forward_pre_hooks) == 1
         for m in fitted.modules()
