@@ -26,6 +26,7 @@ def main(source: Path, target: Path) -> None:
             chosen[0]["roofline"], color="gray", linestyle="--", label="matrix products only"
         )
         axes.set_xticks(range(len(chosen)), [row["size"] for row in chosen])
+        axes.tick_params(axis="x", labelrotation=30)
         axes.set_title(f"recompute {kind}")
         axes.set_xlabel("sequences x tokens")
     figure.axes[0].set_ylabel("tokens/s")
