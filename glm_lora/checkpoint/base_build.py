@@ -28,6 +28,7 @@ from glm_lora.arch.spec import ModelSpec
 from glm_lora.checkpoint import base_writer, ranks
 from glm_lora.checkpoint.base_writer import BaseSource, Part
 from glm_lora.checkpoint.files import (
+    OLD,
     check_space,
     exclusive,
     make_folder,
@@ -46,7 +47,7 @@ from glm_lora.fingerprint import fingerprint, tensor_bytes
 PARTIAL = f"{RELEASE}.partial"
 PLAN_FILE = "plan.json"
 MAX_WORKERS = 8
-_OURS = {RELEASE, PARTIAL, f"{RELEASE}.old", TRACKER}
+_OURS = {RELEASE, PARTIAL, f"{RELEASE}{OLD}", TRACKER}
 
 
 @dataclass(frozen=True)

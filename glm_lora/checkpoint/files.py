@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 from glm_lora.errors import CheckpointError
 
 PARTIAL = ".partial"
+OLD = ".old"
+"""Ends the name of a folder that is being replaced."""
 NOTES_FILE = "glm_lora.json"
 """What we note in a Hugging Face folder: how far a download is, or how the folder was made."""
 
@@ -130,13 +133,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def replace_folder(finished: Path, target: Path) -> None:
+def replace_folder(finished: Path, target: Path, old: Path | None = None) -> None:
     """Put ``finished`` where ``target`` is; an existing target is removed only after the swap.
 
     Of a link only the link is replaced: what it names may be on another disk (``built_folder``
     builds there).
+
+    Args:
+        finished: The folder.
+        target: Its place.
+        old: What an existing target is called meanwhile; something of that name is removed. None
+            for ``target`` with ``.old``, where all names are ours.
     """
-    old = target.with_name(f"{target.name}.old")
+    old = old or target.with_name(f"{target.name}{OLD}")
     _remove(old)
     if os.path.lexists(target):
         target.rename(old)
@@ -160,12 +169,19 @@ def _remove(path: Path) -> None:
 
 
 def new_partial(target: Path) -> Path:
-    """An empty folder beside ``target`` to build it in; those of dead processes are removed."""
-    for old in target.parent.glob(f"{target.name}{PARTIAL}*"):
-        owner = old.name.removeprefix(f"{target.name}{PARTIAL}")
+    """An empty folder beside ``target`` to build it in; those of dead processes are removed.
+
+    A process that died while it replaced ``target`` may have left it under another name only: it
+    is put back.
+    """
+    for left in target.parent.glob(f"{glob.escape(target.name)}{PARTIAL}*"):
+        owner = left.name.removeprefix(f"{target.name}{PARTIAL}").removesuffix(OLD)
         if owner.isdigit() and (int(owner) == os.getpid() or not Path(f"/proc/{owner}").exists()):
             with suppress(OSError):
-                _remove(old)
+                if left.name.endswith(OLD) and left.is_dir() and not os.path.lexists(target):
+                    left.rename(target)
+                else:
+                    _remove(left)
     partial = target.with_name(f"{target.name}{PARTIAL}{os.getpid()}")
     partial.mkdir()
     return partial
@@ -182,7 +198,7 @@ def built_folder(target: Path) -> Iterator[Path]:
     partial = new_partial(target)
     try:
         yield partial
-        replace_folder(partial, target)
+        replace_folder(partial, target, partial.with_name(f"{partial.name}{OLD}"))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

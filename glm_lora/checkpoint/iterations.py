@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from glm_lora.checkpoint.files import PARTIAL
-
-OLD = ".old"
-"""Ends the name of a folder that is being replaced (``files.replace_folder``)."""
+from glm_lora.checkpoint.files import OLD, PARTIAL
 
 
 def iterations(folder: Path) -> list[Path]:

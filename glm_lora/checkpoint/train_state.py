@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from glm_lora.checkpoint.files import (
+    OLD,
     PARTIAL,
     FileRecord,
     check_file,
@@ -35,7 +36,7 @@ from glm_lora.checkpoint.files import (
     write_atomic,
     write_errors,
 )
-from glm_lora.checkpoint.iterations import OLD, is_iteration, iteration_of, iterations, leftovers
+from glm_lora.checkpoint.iterations import is_iteration, iteration_of, iterations, leftovers
 from glm_lora.checkpoint.torch_dist import (
     load_tensors,
     save_state_tensors,

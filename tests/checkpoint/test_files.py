@@ -44,14 +44,42 @@ def test_leftovers_that_are_links_are_unlinked(tmp_path: Path) -> None:
     build(target, "1")
     own = new_partial(target)
     own.rmdir()
-    for leftover in (tmp_path / "tiny.old", own):
+    old = own.with_name(f"{own.name}.old")
+    for leftover in (old, own):
         leftover.symlink_to(kept)
     build(target, "2")
     assert {p.name for p in tmp_path.iterdir()} == {"tiny", "kept"}
     assert [(p / "file").read_text() for p in (target, kept)] == ["2", "kept"]
-    (tmp_path / "tiny.old").symlink_to(tmp_path / "nothing")
+    old.symlink_to(tmp_path / "nothing")
     build(target, "3")
     assert {p.name for p in tmp_path.iterdir()} == {"tiny", "kept"}
+
+
+@pytest.mark.parametrize("name", ["tiny.old", "tiny.partial", "tiny.partial.old", "tiny.partial1x"])
+def test_a_folder_of_the_user_beside_it_stays(tmp_path: Path, name: str) -> None:
+    build(tmp_path / name, "mine")
+    for text in ("1", "2"):
+        build(tmp_path / "tiny", text)
+    assert {p.name for p in tmp_path.iterdir()} == {"tiny", name}
+    assert (tmp_path / name / "file").read_text() == "mine"
+
+
+def test_a_name_that_is_a_pattern_matches_itself_only(tmp_path: Path) -> None:
+    mine = new_partial(tmp_path / "tiny1")
+    build(tmp_path / "tiny[1]", "1")
+    assert {p.name for p in tmp_path.iterdir()} == {"tiny[1]", mine.name}
+
+
+def test_what_a_crash_between_the_two_renames_left_is_put_back(tmp_path: Path) -> None:
+    target = tmp_path / "tiny"
+    build(target, "1")
+    with pytest.raises(KeyboardInterrupt), built_folder(target) as partial:
+        # As the swap leaves them when its process is killed after the first rename.
+        target.rename(partial.with_name(f"{partial.name}.old"))
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="disk"), built_folder(target):
+        raise RuntimeError("disk")
+    assert (target / "file").read_text() == "1" and list(tmp_path.iterdir()) == [target]
 
 
 def test_a_link_inside_is_replaced_by_the_folder(tmp_path: Path) -> None:
