@@ -150,8 +150,11 @@ def _absolute(config: TrainConfig) -> TrainConfig:
 
     names = ("hf_checkpoint", "ref_load", "run_dir", "lora_adapter_path")
     paths = {name: whole(getattr(config, name)) for name in names}
-    key_file = whole(config.sglang.rollout_engine_key_file)
-    sglang = config.sglang.model_copy(update={"rollout_engine_key_file": key_file})
+    engine_paths = {
+        "rollout_engine_key_file": whole(config.sglang.rollout_engine_key_file),
+        "sglang_python": _whole_program(config.sglang.sglang_python),
+    }
+    sglang = config.sglang.model_copy(update=engine_paths)
     rollout = config.rollout
     files = {
         "prompt_data": tuple(map(_whole_source, rollout.prompt_data)),
@@ -161,6 +164,11 @@ def _absolute(config: TrainConfig) -> TrainConfig:
     return config.model_copy(
         update={**paths, "sglang": sglang, "rollout": rollout.model_copy(update=files)}
     )
+
+
+def _whole_program(name: str) -> str:
+    """The whole path of a program; a mere name is looked for in PATH where it is started."""
+    return os.path.abspath(home(Path(name))) if os.sep in name else name
 
 
 def _whole_file(name: str) -> str:

@@ -173,3 +173,20 @@ def test_paths_are_whole_before_other_processes_see_them(monkeypatch, tmp_path):
     assert config.ref_load == tmp_path / "c" / "tiny_torch_dist"
     assert config.lora_adapter_path == tmp_path / "adapter"
     assert config.sglang.rollout_engine_key_file == Path.home() / "key"
+
+
+@pytest.mark.parametrize(
+    ("given", "whole"),
+    [
+        (".venv-sglang/bin/python", "{here}/.venv-sglang/bin/python"),
+        ("~/sglang/bin/python", "{home}/sglang/bin/python"),
+        ("/opt/sglang/bin/python", "/opt/sglang/bin/python"),
+        ("python3.12", "python3.12"),  # looked for in PATH, on the machine that starts it
+        ("", ""),
+    ],
+)
+def test_an_interpreter_is_the_same_in_every_folder(monkeypatch, tmp_path, given, whole):
+    monkeypatch.chdir(tmp_path)
+    values = {"model_name": "tiny", "sglang": {"sglang_python": given}}
+    config = resolve_train(values, models=Path("m"), ckpts=Path("c"), data=Path("d"))
+    assert config.sglang.sglang_python == whole.format(here=tmp_path, home=Path.home())
