@@ -149,7 +149,12 @@ def replace_folder(finished: Path, target: Path, old: Path | None = None) -> Non
     _remove(old)
     if os.path.lexists(target):
         target.rename(old)
-    finished.rename(target)
+    try:
+        finished.rename(target)
+    except BaseException:
+        if os.path.lexists(old) and not os.path.lexists(target):
+            old.rename(target)
+        raise
     sync_folder(target.parent)
     with suppress(OSError):
         _remove(old)

@@ -64,6 +64,16 @@ def test_a_folder_of_the_user_beside_it_stays(tmp_path: Path, name: str) -> None
     assert (tmp_path / name / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_swap_that_fails_leaves_what_was_there(tmp_path: Path, there: bool) -> None:
+    target = tmp_path / "tiny"
+    if there:
+        build(target, "1")
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "missing", target)
+    assert list(tmp_path.glob("**/*")) == ([target, target / "file"] if there else [])
+
+
 def test_a_name_that_is_a_pattern_matches_itself_only(tmp_path: Path) -> None:
     mine = new_partial(tmp_path / "tiny1")
     build(tmp_path / "tiny[1]", "1")
