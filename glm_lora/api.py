@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Folder = str | Path
 logger = logging.getLogger(__name__)
-_FILE_NAMES = ("prompt_data", "eval_prompt_data", "reward", "sglang_python")
+_FILE_NAMES = ("prompt_data", "eval_prompt_data", "reward")
 """Options of text that may name files."""
 
 
